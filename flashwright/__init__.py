@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from flashwright.sandbox.candidate import Candidate
     from flashwright.serving.kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
     from flashwright.serving.merge import merge_states as merge_states
+    from flashwright.serving.mla import flash_mla_with_kvcache as flash_mla_with_kvcache
+    from flashwright.serving.mla import get_mla_metadata as get_mla_metadata
     from flashwright.serving.varlen import flash_attn_varlen_func as flash_attn_varlen_func
     from flashwright.spec import AttentionSpec
 
@@ -62,11 +64,11 @@ def register_transformers(name: str = "wright", *, fallback: bool = False) -> No
     the reason. Raises ImportError without PyTorch or transformers.
     """
     try:
-        from flashwright.flex import transformers
+        from flashwright.serving import decode_layers
     except ImportError as error:
         text = f"this needs PyTorch, which cannot be imported ({error}): "
         raise ImportError(text + "pip install 'flashwright[transformers]'") from error
-    transformers.register_transformers(name, fallback=fallback)
+    decode_layers.register_transformers(name, fallback=fallback)
 
 
 def warm(
@@ -134,6 +136,8 @@ _LATER = {
     "flex_attention": "flex.attention",
     "flash_attn_varlen_func": "serving.varlen",
     "flash_attn_with_kvcache": "serving.kvcache",
+    "flash_mla_with_kvcache": "serving.mla",
+    "get_mla_metadata": "serving.mla",
     "merge_states": "serving.merge",
     "NoKernel": "flex.task",
 }

@@ -33,7 +33,8 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 MAX_HEADS = 65535  # a CUDA grid's y and z extent
-MAX_HEAD_DIM = 512  # a wider row of the accumulator fits no GPU's registers
+MAX_V_DIM = 512  # a wider row of the accumulator fits no GPU's registers
+MAX_HEAD_DIM = 576  # a wider row of Q leaves no shared memory for keys
 MAX_INT = 2**31 - 1  # kernels index with 32-bit integers
 LONGEST_SLUG = 80  # characters of a folder's name
 FLOAT_RANGE = (1e-30, 1e30)  # kernels hold these numbers in fp32
@@ -86,6 +87,8 @@ class AttentionSpec(BaseModel):
     """Columns of Q and K."""
     v_dim: int | None = None
     """Columns of V and O. None: head_dim."""
+    latent: bool = False
+    """V is the first v_dim columns of K, as in MLA's latent cache: there is no tensor V."""
     dtype: Literal["fp16", "bf16", "fp8"] = "fp16"
     """The type of Q, K, V and O; fp8 means e4m3 inputs and a bf16 output."""
     kv_dtype: Literal["fp8"] | None = None
@@ -182,6 +185,10 @@ class AttentionSpec(BaseModel):
         """Columns of V and O."""
         return self.head_dim if self.v_dim is None else self.v_dim
 
+    def values(self, tensors: Mapping[str, Any]) -> Any:
+        """V among the tensors of a call: with `latent` the first columns of K."""
+        return tensors["K"][..., : self.value_dim] if self.latent else tensors["V"]
+
     @property
     def softmax_scale(self) -> float:
         """The factor on Q K^T."""
@@ -225,10 +232,11 @@ class AttentionSpec(BaseModel):
             f"scale {_exact(self.scale)}" if self.scale is not None else "",
             "" if self.lse else "no log-sum-exp",
             self._batch_in_words,
+            "V the first columns of K" if self.latent else "",
             "backward" if self.backward else "",
             "" if self._is_usual("repeatable") else _REPEATABLE[self.repeatable],
         ]
-        dtype = "fp8 in, bf16 out" if self.dtype == "fp8" else self.dtype
+        dtype: str = "fp8 in, bf16 out" if self.dtype == "fp8" else self.dtype
         dtype += f", K and V in {self.kv_dtype}" if self.kv_dtype is not None else ""
         return ", ".join(filter(None, [*extras, heads, width, dtype]))
 
@@ -238,7 +246,8 @@ class AttentionSpec(BaseModel):
             return ""
         queries = "packed sequences" if self.packed else "sequences of any number of keys"
         if self.decode is not None:
-            queries = f"decode of {self.decode} quer{'y' if self.decode == 1 else 'ies'}"
+            one = self.decode == 1
+            queries = "decode of 1 query" if one else f"decode of up to {self.decode} queries"
         if self.page is not None:
             return f"{queries}, keys in pages of {self.page}"
         return f"{queries}, keys in a cache" if self.batch.lengths else queries
@@ -330,7 +339,7 @@ class AttentionSpec(BaseModel):
     def _as_recorded(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """The record without fields that earlier versions lack, if they have their default."""
         found: dict[str, Any] = dumped(self)
-        for name in ("repeatable", "backward", "kv_dtype", *_SEQUENCES):
+        for name in ("repeatable", "backward", "kv_dtype", "latent", *_SEQUENCES):
             if self._is_usual(name):
                 found.pop(name, None)
         return found
@@ -356,13 +365,14 @@ class AttentionSpec(BaseModel):
 
     @field_validator("head_dim", "v_dim")
     @classmethod
-    def _width(cls, value: int | None) -> int | None:
+    def _width(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is None:
             return None
+        most = MAX_V_DIM if info.field_name == "v_dim" else MAX_HEAD_DIM
         if value < 1:
             raise _wrong(f"must be at least 8, not {value}: use a multiple of 8 such as 64 or 128")
-        if value > MAX_HEAD_DIM:
-            raise _wrong(f"must be at most {MAX_HEAD_DIM}, not {_shown(value)}")
+        if value > most:
+            raise _wrong(f"must be at most {most}, not {_shown(value)}")
         if value % 8:
             below = value // 8 * 8
             choice = f"{below} or {below + 8}" if below else "8"
@@ -448,7 +458,25 @@ class AttentionSpec(BaseModel):
             raise _wrong('gradients have no fp8: set dtype = "bf16" or "fp16"', "backward")
         if self.kv_dtype is not None:
             self._check_kv_dtype()
+        if self.value_dim > MAX_V_DIM:
+            text = f"must be at most {MAX_V_DIM}, not {self.head_dim}"
+            raise _wrong(f"{text}, where V is as wide: set v_dim", "head_dim")
+        if self.latent:
+            self._check_latent()
         return self
+
+    def _check_latent(self) -> None:
+        if self.value_dim >= self.head_dim:
+            raise _wrong("V is the first columns of K: set v_dim below head_dim", "latent")
+        for wrong, why in (
+            (self.backward, "gradients have a V of their own"),
+            (self.branch is not None, "native sparse attention has a V of its own"),
+            (self.dtype == "fp8", "V is K's first columns in 16 bits alone"),
+            (self.kv_dtype is not None, "V is K's first columns in 16 bits alone"),
+            (self.window is not None, "MLA has no window"),
+        ):
+            if wrong:
+                raise _wrong(f"{why}: leave it out", "latent")
 
     def _check_kv_dtype(self) -> None:
         if self.dtype == "fp8":

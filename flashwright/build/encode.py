@@ -50,7 +50,8 @@ class _PlanWriter:
     def plan(self, plan: LaunchPlan) -> None:
         self.words += [plan.entry, plan.arch]
         heads = [self.dims.index(d) if d in self.dims else -1 for d in ("heads", "kv_heads")]
-        self.numbers += [plan.threads, plan.shared, plan.stays, *heads, len(self.dims)]
+        self.numbers += [plan.threads, plan.shared, plan.stays, plan.counter, *heads]
+        self.numbers.append(len(self.dims))
         self.words += self.dims
         self.numbers.append(len(plan.tensors))
         for tensor in plan.tensors:
@@ -63,7 +64,8 @@ class _PlanWriter:
         for one in plan.maps:
             index = names.index(one.tensor)
             self.numbers += [index, MAP_TYPES[plan.tensors[index].dtype]]
-            self.numbers += [SWIZZLES.index(one.swizzle), one.optional, one.ranges, *one.box]
+            kinds = (one.optional, one.ranges, one.pages)
+            self.numbers += [SWIZZLES.index(one.swizzle), *kinds, *one.box]
 
     def tensor(self, tensor: PlanTensor) -> None:
         self.words += [tensor.name, tensor.dtype]

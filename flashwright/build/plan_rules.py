@@ -140,7 +140,8 @@ def _wrong_tensor(tensor: PlanTensor, dims: tuple[str, ...]) -> Iterator[str]:
 
 
 def _wrong_map(one: PlanMap, tensor: PlanTensor) -> Iterator[str]:
-    of, axes = f"maps: the map of `{one.tensor}`", len(tensor.axes) + tensor.flat + 2 * one.ranges
+    of = f"maps: the map of `{one.tensor}`"
+    axes = len(tensor.axes) + tensor.flat + 2 * one.ranges + one.pages
     if not tensor.read:
         yield f"{of} is for loads, of a tensor that is read"
     if axes > _MOST_MAP_AXES:
@@ -149,8 +150,11 @@ def _wrong_map(one: PlanMap, tensor: PlanTensor) -> Iterator[str]:
         yield f"{of} has a box of {len(one.box)} axes, the tensor has {axes}"
     if not all(1 <= size <= _MOST_BOX for size in one.box):
         yield f"{of} has the box {list(one.box[:8])}; on each axis there can be 1 to {_MOST_BOX}"
-    if one.ranges and (tensor.flat or len(tensor.axes) < 2):
-        yield f"{of} is for ranges of rows, which a flat tensor or a vector has not"
+    if (one.ranges or one.pages) and (tensor.flat or len(tensor.axes) < 2):
+        kind = "ranges" if one.ranges else "pages"
+        yield f"{of} is for {kind} of rows, which a flat tensor or a vector has not"
+    if one.ranges and one.pages:
+        yield f"{of} is for ranges of rows and for pages: it can be for one of them"
     if one.swizzle not in SWIZZLES:
         yield f"{of} swizzles over {one.swizzle} bytes: it can be {', '.join(map(str, SWIZZLES))}"
     if tensor.dtype not in DTYPES or not one.box:

@@ -305,3 +305,9 @@ class Dtype(StrEnum):
     FP16 = "fp16"
     BF16 = "bf16"
     FP8 = "fp8"
+
+
+class KeyDtype(StrEnum):
+    """Element types that K and V may have beside a Q of 16 bits."""
+
+    FP8 = "fp8"

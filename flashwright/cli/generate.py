@@ -34,6 +34,7 @@ from flashwright.cli.command import (
     WRONG,
     AllowSpills,
     Dtype,
+    KeyDtype,
     exit_code,
     find_gpu,
     flag,
@@ -95,6 +96,9 @@ def generate(
     heads: Annotated[int | None, typer.Option(metavar="N", help="Query heads.")] = None,
     kv_heads: Annotated[int | None, typer.Option(metavar="N", help="Heads of K and V.")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Of Q, K, V and O.")] = None,
+    kv_dtype: Annotated[
+        KeyDtype | None, typer.Option(help="Of K and V beside a 16-bit Q, with scales.")
+    ] = None,
     softcap: Annotated[
         float | None, typer.Option(metavar="X", help="s becomes X * tanh(s / X).")
     ] = None,
@@ -229,6 +233,7 @@ def generate(
         "heads": heads,
         "kv_heads": kv_heads,
         "dtype": dtype.value if dtype else None,
+        "kv_dtype": kv_dtype.value if kv_dtype else None,
         "softcap": softcap,
         "alibi": alibi or None,
         "sink": sink or None,

@@ -109,7 +109,8 @@ def run(
     first. `machine` executes it.
     """
     dims = {**shown_dims(plan, arrays), **dims}
-    regions, parameters = _memory(plan, arrays, dims)
+    own = np.zeros(1, np.int32)
+    regions, parameters = _memory(plan, arrays, dims, own)
     grid, block = plan.blocks(dims, sms_of(program)), [plan.threads]
     given = (regions, parameters, grid, block, plan.shared, schedule, variables)
     return launch(program, *given, machine)
@@ -252,9 +253,10 @@ def addresses(plan: LaunchPlan, arrays: Mapping[str, Array]) -> dict[str, int]:
 
 
 def _memory(
-    plan: LaunchPlan, arrays: Mapping[str, Array], dims: Mapping[str, int]
+    plan: LaunchPlan, arrays: Mapping[str, Array], dims: Mapping[str, int], own: Array
 ) -> tuple[list[Region], bytes]:
-    """The region of each tensor, and the parameter struct as the launcher packs it."""
+    """The region of each tensor and of the launch's own counter, and the parameter struct as the
+    launcher packs it."""
     regions, packed, bases = [], b"", addresses(plan, arrays)
     for tensor in plan.tensors:
         array = arrays.get(tensor.name)
@@ -266,10 +268,14 @@ def _memory(
         regions.append(Region(base, array.nbytes, array.ctypes.data, use))
         packed += struct.pack("<Q", base)
         packed += b"".join(struct.pack("<q", s) for s in _strides(tensor, array, dims))
+    zeros = max((behind(base, arrays[name].nbytes) for name, base in bases.items()), default=GAP)
+    if plan.counter:
+        counter = behind(zeros, _ZEROS.nbytes)
+        regions.append(Region(counter, own.nbytes, own.ctypes.data, 1))
+        packed += struct.pack("<Q", counter)
     packed += b"".join(struct.pack("<i", dims[name]) for name in plan.dims)
     if not plan.maps:
         return regions, packed.ljust(-(-len(packed) // 8) * 8, b"\0")
-    zeros = max((behind(base, arrays[name].nbytes) for name, base in bases.items()), default=GAP)
     regions.append(Region(zeros, _ZEROS.nbytes, _ZEROS.ctypes.data, 0))
     tensors = {tensor.name: tensor for tensor in plan.tensors}
     maps = b""
@@ -306,6 +312,10 @@ def _map(
     if one.ranges:  # two axes more, so that a tile ends where its range does
         sizes = [RANGE_AXIS, RANGE_AXIS, *sizes[:-2], RANGE, sizes[-1]]
         strides = [RANGE_STRIDE - strides[-2], strides[-2], *strides]
+    if one.pages:  # one axis more, and a memory that begins a box before the tensor
+        base = (base - one.box[-2] * strides[-2]) % 2**64
+        sizes = [sizes[-2] + 1, *sizes[:-2], one.box[-2], sizes[-1]]
+        strides = [strides[-2], *strides]
     if empty:
         sizes, base, strides = [1] * len(sizes), place[1], [_TMA_UNIT] * len(sizes)
     outer = strides[:-1]

@@ -19,7 +19,14 @@ from flashwright.build.toolchain import CUTLASS
 from flashwright.export.package import ExportedPackage, one_kernel
 from flashwright.export.write import Files
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.lower.launch_plan import OPERATORS, LaunchPlan, PlanMap, PlanTensor, Postfix
+from flashwright.lower.launch_plan import (
+    COUNTER,
+    OPERATORS,
+    LaunchPlan,
+    PlanMap,
+    PlanTensor,
+    Postfix,
+)
 from flashwright.spec import AttentionSpec
 from flashwright.version import __version__
 
@@ -122,6 +129,7 @@ def _default(dim: str, spec: AttentionSpec | None) -> int:
 
 def _example(plan: LaunchPlan, package: ExportedPackage, sizes: str) -> str:
     text = resources.files("flashwright.export").joinpath("example.cu.in").read_text("utf-8")
+    counter = [f"p.{COUNTER} = host::counter();"] if plan.counter else []
     values = {
         "TITLE": f"{package.title}; {plan.arch}",
         "COMPILE": compile_line(plan),
@@ -131,7 +139,7 @@ def _example(plan: LaunchPlan, package: ExportedPackage, sizes: str) -> str:
             for dim in plan.dims
         ),
         "TENSORS": _lines(_tensor(tensor) for tensor in plan.tensors),
-        "PARAMETERS": _lines(f"p.{dim} = {dim};" for dim in plan.dims),
+        "PARAMETERS": _lines((*counter, *(f"p.{dim} = {dim};" for dim in plan.dims))),
         "MAPS": _lines(_map(one, plan) for one in plan.maps)
         or "  // This kernel has none: its threads copy from the addresses.",
         "GRID": _grid(plan),
@@ -163,8 +171,8 @@ def _map(one: PlanMap, plan: LaunchPlan) -> str:
     box = ", ".join(map(str, one.box))
     kinds = f"{MAP_TYPES[tensor.dtype]}, {SWIZZLES.index(one.swizzle)}"
     flat = "true" if tensor.flat else "false"
-    ranges = "true" if one.ranges else "false"
-    arguments = f"p.{one.tensor}, {one.tensor}, {{{box}}}, {kinds}, {flat}, {ranges}"
+    ranges, pages = ("true" if kind else "false" for kind in (one.ranges, one.pages))
+    arguments = f"p.{one.tensor}, {one.tensor}, {{{box}}}, {kinds}, {flat}, {ranges}, {pages}"
     return f"host::encode(p.{one.tensor}_map, {arguments});"
 
 

@@ -7,13 +7,14 @@ kernel's file. Tensors are (batch, heads, length, dim), with any strides that th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
 import struct
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
@@ -140,6 +141,8 @@ class TensorMap(NamedTuple):
     strides: Any
     box: Any
     steps: Any
+    before: int
+    """How many bytes before the tensor its memory is taken to begin."""
     empty: bool
     optional: bool
 
@@ -157,6 +160,8 @@ class Prepared(NamedTuple):
     """What each address must be a multiple of."""
     maps: tuple[TensorMap | None, ...]
     """None: TMA cannot load the tensor as it lies, and the kernel copies it in another way."""
+    counter: int
+    """Where the address of the launch's counter is, if it has one."""
 
 
 def read_dims(
@@ -209,7 +214,7 @@ def prepare(plan: Plan, forms: Sequence[Form | None], given: Mapping[str, int]) 
     """Check shapes and strides against the plan, and pack the kernel's parameter.
 
     The parameter is a struct: the tensor maps, then each tensor's address and strides, then the
-    dims as int32.
+    address of the launch's counter, if it has one, and the dims as int32.
     """
     dims = read_dims(plan, [form and form[0] for form in forms], given)
     at = len(plan["maps"]) * _MAP_BYTES
@@ -223,6 +228,9 @@ def prepare(plan: Plan, forms: Sequence[Form | None], given: Mapping[str, int]) 
         strides_of.append(strides)
         packed.append(struct.pack(f"=Q{len(strides)}q", 0, *strides))
         at += 8 * (1 + len(strides))
+    counter = at
+    if plan["counter"]:
+        packed.append(bytes(8))
     packed.append(struct.pack(f"={len(dims)}i", *dims.values()))
     maps = tuple(_map(plan, one, forms, strides_of, dims) for one in plan["maps"])
     return Prepared(
@@ -235,6 +243,7 @@ def prepare(plan: Plan, forms: Sequence[Form | None], given: Mapping[str, int]) 
             for t, f in zip(plan["tensors"], forms, strict=True)
         ),
         maps,
+        counter,
     )
 
 
@@ -330,6 +339,12 @@ def _map(
     if one["ranges"]:  # two axes more, so that a tile ends where its range does
         sizes[1:] = [_RANGE, *sizes[2:], _RANGE_AXIS, _RANGE_AXIS]
         strides += [strides[1], _RANGE_STRIDE - strides[1]]
+    before = 0
+    if one["pages"]:  # one axis more, and a memory that begins a box before the tensor
+        rows = one["box"][-2]
+        before = rows * strides[1]
+        sizes[1:] = [rows, *sizes[2:], sizes[1] + 1]
+        strides.append(strides[1])
     rank = len(sizes)
     if empty:  # the driver takes no map of an empty tensor: it gets one of a single zero
         sizes, strides = [1] * rank, [_TMA_UNIT] * rank
@@ -346,6 +361,7 @@ def _map(
         (ctypes.c_uint64 * max(rank - 1, 1))(*strides[1:]),
         (ctypes.c_uint32 * rank)(*reversed(one["box"])),
         (ctypes.c_uint32 * rank)(*[1] * rank),
+        before,
         empty,
         one["optional"],
     )
@@ -358,6 +374,7 @@ _SMS, _MAJOR, _MINOR, _SHARED_OPTIN = 16, 75, 76, 97  # CU_DEVICE_ATTRIBUTE_...
 _MAX_THREADS, _MAX_DYNAMIC_SHARED = 0, 8  # CU_FUNC_ATTRIBUTE_...
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+_RELEASE_THRESHOLD = 4  # CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 _LOG, _LOG_SIZE = 5, 6  # CU_JIT_ERROR_LOG_BUFFER, and its size in bytes
 _ZEROS = (
     b".version 8.0\n.target sm_90\n.address_size 64\n.visible .global .align 16 .b8 zeros[16];\n"
@@ -424,6 +441,7 @@ class Kernel:
         self._lock = threading.Lock()
         self._loaded: dict[int, _Loaded] = {}
         self._zeros: dict[int, int] = {}
+        self._pools: dict[int, ctypes.c_void_p] = {}
         self._cached = functools.lru_cache(_CACHED_FORMS)(
             lambda forms, given: prepare(plan, forms, dict(given))
         )
@@ -452,7 +470,9 @@ class Kernel:
         for offset, address in zip(call.pointers, addresses, strict=True):
             struct.pack_into("=Q", buffer, start + offset, address)
         blocks = (min(call.blocks[0], code.sms), 1, 1) if self.plan["stays"] else call.blocks
-        with _Context(code.context):
+        with _Context(code.context), self._counter(device, stream) as counter:
+            if counter:
+                struct.pack_into("=Q", buffer, start + call.counter, counter)
             for number, one in enumerate(call.maps):
                 if one is not None:
                     self._encode(one, base + number * _MAP_BYTES, addresses[one.tensor], device)
@@ -465,11 +485,31 @@ class Kernel:
             )
         _check(cuda, result, "launching the kernel")
 
+    @contextlib.contextmanager
+    def _counter(self, device: int, stream: int) -> Iterator[int]:
+        """The address of an int32 of one launch alone, which begins at 0, in the order of the
+        stream; 0 for a kernel that has none."""
+        if not self.plan["counter"]:
+            yield 0
+            return
+        cuda, found = _cuda(), ctypes.c_void_p()
+        with self._lock:
+            if device not in self._pools:
+                self._pools[device] = _pool(device)
+        result = cuda.cuMemAllocFromPoolAsync(
+            *(ctypes.byref(found), ctypes.c_size_t(4), self._pools[device]), ctypes.c_void_p(stream)
+        )
+        _check(cuda, result, "getting memory for the kernel's counter")
+        result = cuda.cuMemsetD32Async(found, 0, ctypes.c_size_t(1), ctypes.c_void_p(stream))
+        _check(cuda, result, "clearing the kernel's counter")
+        yield found.value or 0
+        cuda.cuMemFreeAsync(found, ctypes.c_void_p(stream))
+
     def _encode(self, one: TensorMap, target: int, address: int, device: int) -> None:
         if one.optional and not one.empty and address % _TMA_UNIT:
             return  # zeros: the kernel copies in another way
         cuda = _cuda()
-        where = self._zeros_on(device) if one.empty else address
+        where = self._zeros_on(device) if one.empty else address - one.before
         # No interleaving, and zeros beyond the ends of the tensor.
         result = cuda.cuTensorMapEncodeTiled(
             *(ctypes.c_void_p(target), one.type, one.rank, ctypes.c_void_p(where)),
@@ -535,6 +575,22 @@ class Kernel:
                 _check(_cuda(), result, "cuModuleGetGlobal")
                 self._zeros[device] = found.value or 0
             return self._zeros[device]
+
+
+def _pool(device: int) -> ctypes.c_void_p:
+    """A pool of a device's memory that keeps what is given back."""
+    cuda, found, mode = _cuda(), ctypes.c_void_p(), ctypes.c_int(_RELAXED)
+    # CUmemPoolProps: pinned memory, no handles, of a device
+    props = struct.pack("=4i72x", 1, 0, 1, device)
+    cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        _check(cuda, cuda.cuMemPoolCreate(ctypes.byref(found), props), "cuMemPoolCreate")
+        most = ctypes.c_uint64(2**64 - 1)
+        result = cuda.cuMemPoolSetAttribute(found, _RELEASE_THRESHOLD, ctypes.byref(most))
+        _check(cuda, result, "cuMemPoolSetAttribute")
+    finally:
+        cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    return found
 
 
 def _attribute(device: Any, number: int) -> int:

@@ -347,7 +347,7 @@ def _renewed(
 # --- what a call asks for -----------------------------------------------------------------------
 
 
-SETTINGS = ("causal", "window", "softcap", "scale", "kv_dtype")
+SETTINGS = ("causal", "window", "softcap", "scale", "kv_dtype", "latent")
 
 
 def task_of(

@@ -175,7 +175,7 @@ def spec_of(query: Any, key: Any, value: Any, **settings: Any) -> AttentionSpec:
         widths["v_dim"] = value.shape[3]
     try:
         return AttentionSpec.make(
-            variant="mha" if heads == kv_heads else "gqa",
+            variant=_variant(heads, kv_heads, bool(given.get("latent"))),
             heads=heads,
             kv_heads=kv_heads,
             dtype=dtype,
@@ -184,6 +184,11 @@ def spec_of(query: Any, key: Any, value: Any, **settings: Any) -> AttentionSpec:
         )
     except BadSpec as error:
         raise NoKernel(str(error)) from None
+
+
+def _variant(heads: int, kv_heads: int, latent: bool) -> str:
+    """The author's variant for a call."""
+    return "mla-decode" if latent else "mha" if heads == kv_heads else "gqa"
 
 
 def check_axes(query: Any, key: Any, value: Any) -> None:

@@ -1,21 +1,19 @@
-"""Kernels of ours as an attention implementation of Hugging Face transformers.
+"""What the layers of a model of Hugging Face transformers ask for, and their kernels.
 
-    flashwright.register_transformers()
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="wright")
-
-transformers calls two functions by that name: `make_mask` once for each kind of mask and forward
-pass, and `attend` in every layer. The first says which keys a query sees: as the spec's own causal
-and window if it is that, so that one kernel serves all lengths, else as a function to be captured.
-Offsets and padding are tensors that the mask reads, never constants of a kernel.
+transformers calls `make_mask` once for each kind of mask and forward pass. It says which keys a
+query sees: as the spec's own causal and window if it is that, so that one kernel serves all
+lengths, else as a function to be captured. Offsets and padding are tensors that the mask reads,
+never constants of a kernel. Where a sequence has one query, whose keys are a range, it says the
+range too: serving/decode_layers.py computes these, and `compute` the others.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,34 +42,11 @@ from flashwright.spec import AttentionSpec, scale_of
 
 Function = Callable[..., Any]
 
-OLDEST = "4.57"
 _TRUE = re.compile(r"1 != 0|q_idx >= 0|kv_idx >= 0")
 _CAUSAL = re.compile(r"kv_idx <= q_idx|q_idx >= kv_idx")
 _BEHIND = re.compile(r"kv_idx > q_idx - (\d+)")
 _CHUNK = re.compile(r"floor\(\(kv_idx - (.+)\) / (\d+)\) == floor\(\(q_idx - \1\) / \2\)")
 _AROUND = re.compile(r"abs\(q_idx - kv_idx\) (<=?) (\d+)")
-
-
-def register_transformers(name: str = "wright", *, fallback: bool = False) -> None:
-    """Make our kernels the attention implementation `name` of transformers.
-
-    Then `from_pretrained(..., attn_implementation=name)` or `model.set_attn_implementation(name)`.
-    With `fallback` PyTorch computes what no kernel can be made for, with a warning; otherwise that
-    is NoKernel with the reason. Raises ImportError without transformers, ValueError for a name that
-    contains "flash".
-    """
-    if "flash" in name:
-        raise ValueError(
-            f"name {name!r}: transformers takes every name with 'flash' in it for a FlashAttention "
-            "package; choose another one, such as 'wright'"
-        )
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface
-    except ImportError as error:
-        text = f"this needs transformers {OLDEST} or newer, which cannot be imported ({error}): "
-        raise ImportError(text + "pip install 'flashwright[transformers]'") from error
-    AttentionMaskInterface.register(name, make_mask)
-    AttentionInterface.register(name, functools.partial(attend, fallback=fallback))
 
 
 # --- masks --------------------------------------------------------------------------------------
@@ -86,8 +61,20 @@ class SpecMask:
 
 
 @dataclass(frozen=True)
+class KeyRange:
+    """The keys that the one query of each sequence sees, from the first one to the end."""
+
+    skipped: int
+    """Keys that no sequence sees. The others are counted from there."""
+    first: Any
+    """int32 for each sequence; None: from key 0."""
+    end: Any
+    """int32 for each sequence, not less than `first`."""
+
+
+@dataclass(frozen=True)
 class ModelMask:
-    """What transformers hands from `make_mask` to `attend`: which keys the queries see.
+    """What transformers hands from `make_mask` to each layer: which keys the queries see.
 
     The last query stands at the last key for `known`; `mask_mod` comes on top of it.
     """
@@ -95,6 +82,8 @@ class ModelMask:
     shape: tuple[int, int, int, int]
     known: SpecMask
     mask_mod: Function | None = None
+    keys: KeyRange | None = None
+    """All of it, where a sequence has one query and its keys are a range."""
 
     @property
     def ndim(self) -> int:
@@ -105,7 +94,7 @@ class ModelMask:
         """As a tensor's: generate with a static cache calls it."""
         return self
 
-    @functools.cached_property
+    @cached_property
     def form(self) -> Form | None:
         """The form of the mask function, with its tensors as the kernel reads them."""
         found = form_of(self.mask_mod) if self.mask_mod is not None else None
@@ -141,6 +130,8 @@ def make_mask(
     assert q_length is not None
     shape = (batch_size, 1, q_length, kv_length)
     known = recognised(mask_function)
+    padding = _padding(attention_mask, kv_offset, kv_length)
+    keys = key_range(known, shape, q_offset - kv_offset, padding, device)
     last_at_last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     mask_mod: Function | None = None
     if known is None:
@@ -151,8 +142,31 @@ def make_mask(
     elif known != SpecMask() and not last_at_last:
         mask_mod = _shifted(known, _number(q_offset - kv_offset, device))
         known = SpecMask()
-    padding = _padding(attention_mask, kv_offset, kv_length)
-    return ModelMask(shape, known or SpecMask(), flex.both.__wrapped__(padding, mask_mod))
+    together = flex.both.__wrapped__(padding.mask if padding is not None else None, mask_mod)
+    return ModelMask(shape, known or SpecMask(), together, keys)
+
+
+def key_range(
+    known: SpecMask | None, shape: tuple[int, ...], place: Any, padding: Padding | None, device: Any
+) -> KeyRange | None:
+    """The keys of a mask whose only query stands at key `place`; None if they are no range."""
+    batch, _, queries, length = shape
+    if queries != 1 or known is None or (known.window is not None and not known.causal):
+        return None
+    skipped, first, end = 0, None, place + 1 if known.causal else length
+    if isinstance(end, int):
+        skipped = max(0, end - known.window) if known.window is not None else 0
+        end = torch.full((batch,), end - skipped, dtype=torch.int32, device=device)
+    else:
+        end = _number(end, device).clamp(max=length).expand(batch)
+        first = (end - known.window).clamp(min=0) if known.window is not None else None
+    if padding is not None:
+        if padding.range is None:
+            return None
+        start, stop = (edge - skipped for edge in padding.range)
+        first = torch.maximum(start.clamp(min=0), first if first is not None else start)
+        end = torch.maximum(torch.minimum(stop, end), first)
+    return KeyRange(skipped, first, end)
 
 
 def recognised(mask_function: Function) -> SpecMask | None:
@@ -246,8 +260,18 @@ def _moved(mask_function: Function, q_offset: Any, kv_offset: Any) -> Function:
     return mask
 
 
-def _padding(attention_mask: Any, kv_offset: int, kv_length: int) -> Function | None:
-    """The mask of the tokens that are there; None if all are. Beyond `attention_mask` is none."""
+class Padding(NamedTuple):
+    """Tokens that are not there, in some sequence."""
+
+    mask: Function
+    """Whether one is there."""
+    range: tuple[Any, Any] | None
+    """The first token of each sequence and the end, as int32; None if some between them are not
+    there."""
+
+
+def _padding(attention_mask: Any, kv_offset: int, kv_length: int) -> Padding | None:
+    """The padding of a batch; None if all tokens are there. Beyond `attention_mask` is none."""
     if attention_mask is None:
         return None
     there = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
@@ -260,8 +284,9 @@ def _padding(attention_mask: Any, kv_offset: int, kv_length: int) -> Function | 
     end = start + count
     after_last = kv_length - there.flip(-1).int().argmax(dim=-1)
     if ((after_last == end) | (count == 0)).all():
-        return tokens_from_to(start.int(), end.int())
-    return _tokens_there(there.int())
+        tokens = start.int(), end.int()
+        return Padding(tokens_from_to(*tokens), tokens)
+    return Padding(_tokens_there(there.int()), None)
 
 
 def tokens_from_to(first_token: Any, end_token: Any) -> Function:
@@ -299,41 +324,13 @@ class LayerCall(NamedTuple):
     """A mask of functions and tensors on top; None if `known` says all."""
     tensors: Mapping[str, Any]
     """`sink` and `bias`, if there are any."""
+    keys: KeyRange | None = None
+    """The mask, where a sequence has one query and its keys are a range."""
 
     @property
     def settings(self) -> tuple[Any, ...]:
         """causal, window, softcap and scale."""
         return (self.known.causal, self.known.window, self.softcap, self.scale)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
-def attend(
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any,
-    *,
-    fallback: bool = False,
-    **given: Any,
-) -> tuple[Any, None]:
-    """The attention function of transformers' AttentionInterface.
-
-    Returns the output as (batch, length, heads, dim), and None for the weights, which no kernel of
-    ours has.
-    """
-    call = layer_call(module, query, key, attention_mask, **given)
-    if not query.is_cuda:
-        out = _by_pytorch(call, query, key, value)
-    else:
-        try:
-            out = by_kernel(call, *_autocast(query, key, value))
-        except NoKernel as error:
-            if not fallback:
-                raise
-            warnings.warn(f"PyTorch computes it: {error}", RuntimeWarning, stacklevel=2)
-            out = _by_pytorch(call, query, key, value)
-    return out.transpose(1, 2).contiguous(), None
 
 
 def layer_call(
@@ -355,7 +352,7 @@ def layer_call(
     _refuse(dropout, given)
     extras = {"sink": s_aux, "bias": position_bias}
     tensors = {name: tensor for name, tensor in extras.items() if tensor is not None}
-    known, mask = SpecMask(), None
+    known, mask, keys = SpecMask(), None, None
     if isinstance(attention_mask, ModelMask):
         lengths, here = attention_mask.shape[2:], (query.shape[2], key.shape[2])
         if lengths != here:
@@ -363,13 +360,16 @@ def layer_call(
                 f"the mask is for {lengths[0]} queries and {lengths[1]} keys, and this layer has "
                 f"{here[0]} and {here[1]}"
             )
-        known = attention_mask.known
+        known, keys = attention_mask.known, attention_mask.keys
         mask = attention_mask if attention_mask.mask_mod is not None else None
     elif attention_mask is not None:
         mask = _given_mask(attention_mask, query, key, tensors)
-    elif is_causal if is_causal is not None else getattr(module, "is_causal", True):
-        known = SpecMask(True, sliding_window)
-    return LayerCall(known, softcap, scale_of(scaling, query.shape[3]), mask, tensors)
+    else:
+        if is_causal if is_causal is not None else getattr(module, "is_causal", True):
+            known = SpecMask(True, sliding_window)
+        shape, last = (*query.shape[:3], key.shape[2]), key.shape[2] - 1
+        keys = key_range(known, shape, last, None, query.device)
+    return LayerCall(known, softcap, scale_of(scaling, query.shape[3]), mask, tensors, keys)
 
 
 def _refuse(dropout: float, given: Mapping[str, Any]) -> None:
@@ -416,12 +416,26 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _autocast(*tensors: Any) -> tuple[Any, ...]:
+def autocast(*tensors: Any) -> tuple[Any, ...]:
     """The tensors in torch.autocast's type where it is on: rotary embeddings leave fp32 behind."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
     return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
+def compute(call: LayerCall, query: Any, key: Any, value: Any, fallback: bool) -> Any:
+    """O of a layer, (batch, heads, length, dim). CPU tensors are computed by PyTorch, and with
+    `fallback` what no kernel can be made for."""
+    if not query.is_cuda:
+        return _by_pytorch(call, query, key, value)
+    try:
+        return by_kernel(call, *autocast(query, key, value))
+    except NoKernel as error:
+        if not fallback:
+            raise
+        warnings.warn(f"PyTorch computes it: {error}", RuntimeWarning, stacklevel=3)
+        return _by_pytorch(call, query, key, value)
 
 
 def _by_pytorch(call: LayerCall, query: Any, key: Any, value: Any) -> Any:

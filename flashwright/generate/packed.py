@@ -1,109 +1,25 @@
-"""Kernels for sequences that lie packed or in a cache: the built-in author's programs, rewritten.
-Each is made once."""
+"""Kernels for sequences that lie packed or in a cache, each made once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from flashwright import spec as specs
-from flashwright.author.builtin.author import Written, write_code, write_sketch
-from flashwright.author.builtin.choose import NothingFits, fitting
+from flashwright.author.builtin.author import write_sketch
+from flashwright.author.builtin.choose import fitting
 from flashwright.author.builtin.mods import Mods
-from flashwright.build.make import spilled
-from flashwright.check.check import check
 from flashwright.files import sha256
 from flashwright.generate.backward import BackwardOrder, built
 from flashwright.generate.folder import write_package
-from flashwright.generate.store import HEADROOMS
+from flashwright.generate.packed_sizes import rectangular, rewritten, sequenced
+from flashwright.generate.store import Order
 from flashwright.gpu import Gpu
-from flashwright.lang.diagnostic import Failed
 from flashwright.lang.format import format_tree
-from flashwright.lang.nodes import Tree
 from flashwright.lang.parse import parse
 from flashwright.measure.machine import translator
-from flashwright.program.kernels import Kernels
-from flashwright.rewrite.grouped import grouped
-from flashwright.rewrite.packed import packed
-from flashwright.rewrite.split import split
 from flashwright.spec import AttentionSpec
-
-_STEP = 64
-"""Keys of a step, where queries are few."""
-ROWS = (16, 64, 128)
-"""A decode's kernel is made for so many rows of a tile: the heads of a group, for each query."""
-
-
-def rows_for(count: int) -> int:
-    """Which of ROWS a decode with so many rows of a kv head takes."""
-    return next((rows for rows in ROWS if count <= rows), ROWS[-1])
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """A program for sequences of any lengths, and the one it is made of."""
-
-    rectangular: Written
-    """The author's, for rectangular batches, with one tiling."""
-    tree: Tree
-
-
-def rewritten(
-    sketch: str,
-    spec: AttentionSpec,
-    gpu: Gpu,
-    mods: Mods | None = None,
-    headrooms: Sequence[int | None] = HEADROOMS,
-    may_spill: bool = False,
-) -> Rewritten:
-    """The author's program for a spec's sequences: the first whose kernels do not spill, with more
-    and more registers left free; without a compiler the first. Raises NothingFits if no tiling
-    fits the GPU, Failed if it cannot be rewritten."""
-    why: Failed | None = None
-    for headroom in headrooms:
-        try:
-            whole = rectangular(sketch, spec, gpu, mods, headroom)
-        except NothingFits:
-            if why is None:
-                raise
-            break
-        made = Rewritten(whole, sequenced(parse(whole.code), spec))
-        verdict = check(made.tree, gpu)
-        if verdict.errors:
-            raise Failed(*verdict.errors)
-        why = None if may_spill else spilled(Kernels(verdict.kernels), gpu)
-        if why is None:
-            return made
-    assert why is not None
-    raise why
-
-
-def rectangular(
-    sketch: str,
-    spec: AttentionSpec,
-    gpu: Gpu,
-    mods: Mods | None = None,
-    headroom: int | None = None,
-) -> Written:
-    """The author's program for rectangular batches, with one tiling: `sequenced` makes of it what
-    the spec asks for. Raises NothingFits."""
-    few = None
-    if spec.decode is not None:  # a page of whole steps is one place in memory
-        keys = spec.page if spec.page is not None and spec.page % _STEP == 0 else 2 * _STEP
-        few = rows_for(spec.decode * spec.group), keys
-    return write_code(sketch, spec.each, gpu, mods, headroom, few).alone()
-
-
-def sequenced(tree: Tree, spec: AttentionSpec) -> Tree:
-    """A program for rectangular batches, rewritten for a spec's sequences. In a decode the heads of
-    a group that share keys are rows of one tile, and the keys are split over thread blocks."""
-    assert spec.batch is not None
-    made = packed(tree, spec.batch)
-    if spec.decode is None:
-        return made
-    return split(grouped(made, spec.group) if spec.group > 1 else made)
 
 
 @dataclass(frozen=True)
@@ -151,7 +67,10 @@ class PackedOrder:
         return f"{self.spec.in_words}{own}; {self.gpu.title}"
 
     def make(self, folder: Path, verified: bool) -> None:
-        """Write the package."""
+        """Write the package; `verified` as `generate` makes it, with a verdict."""
+        if verified:
+            Order(self.spec, self.gpu, self.mods).make(folder, verified)
+            return
         sketch = write_sketch(self.spec, self.mods)
         with fitting():
             made = rewritten(sketch, self.spec, self.gpu, self.mods)

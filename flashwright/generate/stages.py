@@ -89,9 +89,9 @@ def _sized(run: Run) -> Run:
 
 def _rewritten(run: Run) -> Run:
     """The program for rectangular batches with its sizes, rewritten for the spec's sequences."""
-    from flashwright.author.builtin.choose import fitting
+    from flashwright.author.builtin.choose import HEADROOMS, fitting
     from flashwright.author.builtin.reasoning import reasoning
-    from flashwright.generate.packed import HEADROOMS, rewritten
+    from flashwright.generate.packed_sizes import rewritten
     from flashwright.lang.format import format_tree
 
     rooms = HEADROOMS if run.headroom is None else (run.headroom,)

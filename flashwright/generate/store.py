@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from flashwright import spec as specs
+from flashwright.author.builtin.choose import HEADROOMS
 from flashwright.build.cache import Cache
 from flashwright.files import sha256
 from flashwright.generate.folder import finished
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 PACKAGES = "packages"
 PATIENCE = 600.0
 """Seconds to wait for another process that makes the same kernel; then it is made twice."""
-HEADROOMS = (None, 24, 40, 64)
-"""Registers to leave free: more, if the kernel spills with fewer."""
 Tell = Callable[[str], None]
 
 

@@ -91,7 +91,7 @@ def _forward(spec: AttentionSpec, inputs: Mapping[str, Any]) -> Any:
     """O of the flash operator as (batch, heads, length, dim)."""
     import torch
 
-    q, k, v = (inputs[name] for name in "QKV")
+    q, k, v = inputs["Q"], inputs["K"], spec.values(inputs)
     wide = spec.head_dim - spec.value_dim
     if wide > 0:  # the operator needs V as wide as K
         v = torch.nn.functional.pad(v, (0, wide))

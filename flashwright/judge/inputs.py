@@ -124,6 +124,8 @@ def make_inputs(
         )
         for name, shape in shapes.items()
     }
+    if spec.latent:  # a view, until all is arranged
+        inputs["V"] = spec.values(inputs)
     if kind == "repeated" and kv_len:
         inputs["K"][:] = inputs["K"][:, :, :1]
     scale = spread / math.sqrt(spec.head_dim)
@@ -151,16 +153,23 @@ def make_inputs(
         )
     if spec.branch == "selected":
         inputs["Idx"] = _blocks(spec, (batch, kv_heads, q_len), kv_len, _stream(seed, "Idx"))
+    if spec.latent:
+        del inputs["V"]
     return inputs
 
 
 def _favour_first_key(inputs: dict[str, Array], scale: float, dtype: str) -> None:
     """The first key's score is the same for all queries, far above the others'."""
     q, k, v = inputs["Q"], inputs["K"], inputs["V"]
-    above = math.sqrt(_TAIL.get(dtype, 4.0) / scale)
-    q[..., 0], k[..., 0] = above, 0
+    above, column = math.sqrt(_TAIL.get(dtype, 4.0) / scale), _lead_column(k, v)
+    q[..., column], k[..., column] = above, 0
     k[:, :, 0], v[:, :, 0] = 0, 0
-    k[:, :, 0, 0] = above
+    k[:, :, 0, column] = above
+
+
+def _lead_column(k: Array, v: Array) -> int:
+    """A column of K that is none of V."""
+    return -1 if np.shares_memory(k, v) else 0
 
 
 def _spread_weights(inputs: dict[str, Array], scale: float, dtype: str) -> None:
@@ -172,9 +181,12 @@ def _spread_weights(inputs: dict[str, Array], scale: float, dtype: str) -> None:
     column = np.arange(k.shape[2]) % v.shape[3]
     size = _SPECTRUM[dtype] * (weight_shown(v.shape[3])[column] * _GOLDEN % 1.0)
     lead = math.sqrt(_SPECTRUM[dtype] * math.log(2) / scale)
-    q[..., 0], k[..., 0] = lead, -size * math.log(2) / (scale * lead)
+    at = _lead_column(k, v)
     drawn = 1 + np.abs(v[..., 0].astype(np.float64)) % 1 / 2
     v[:] = 0
+    if np.shares_memory(k, v):
+        q[..., : v.shape[3]] = 0
+    q[..., at], k[..., at] = lead, -size * math.log(2) / (scale * lead)
     v[:, :, np.arange(k.shape[2]), column] = drawn * 2.0 ** np.round(size)
 
 

@@ -121,7 +121,7 @@ def attention(
     spread = np.zeros_like(out) if noise else None
     lse = np.full((batch, heads, q_len), -np.inf)
     for b, h in itertools.product(range(batch), range(heads)):
-        v = _head(inputs, "V", b, h, heads)
+        v = _head({**inputs, "V": spec.values(inputs)}, "V", b, h, heads)
         sink = float(inputs["Sink"][h]) if spec.sink else -np.inf
         for rows, s in _score_rows(spec, inputs, dims or {}, b, h):
             top = np.maximum(s.max(axis=1, initial=-np.inf), sink)
@@ -197,8 +197,9 @@ def _check_sizes(spec: AttentionSpec, inputs: Inputs, dims: Dims) -> tuple[int, 
     wanted: dict[str, tuple[int, ...]] = {
         "Q": (batch, heads, q_len, spec.head_dim),
         "K": (batch, kv_heads, kv_len, spec.head_dim),
-        "V": (batch, kv_heads, kv_len, spec.value_dim),
     }
+    if not spec.latent:
+        wanted["V"] = (batch, kv_heads, kv_len, spec.value_dim)
     if spec.alibi:
         wanted["Slopes"] = (heads,)
     if spec.sink:

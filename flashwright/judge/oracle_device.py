@@ -29,7 +29,7 @@ def attention(
 
     `lib` is torch or numpy, the library of the inputs. `noise` is as in oracle.py.
     """
-    q, k, v = (inputs[name] for name in "QKV")
+    q, k, v = inputs["Q"], inputs["K"], spec.values(inputs)
     (batch, heads, q_len, _), (kv_heads, kv_len) = q.shape, k.shape[1:3]
     out = zeros(lib, q, batch, heads, q_len, v.shape[3])
     lse = zeros(lib, q, batch, heads, q_len)

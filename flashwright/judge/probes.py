@@ -50,7 +50,8 @@ def probe(trial: Trial, spec: AttentionSpec, problem: Problem) -> Outcome:
     if name not in before.outputs or before.outputs[name].array.shape != expected[name].shape:
         return outcome
     for number, place in enumerate(_places(spec, made, rng)):
-        moved = _changed(spec, drawn, MOVED[number % len(MOVED)], place)
+        names = "K" if spec.latent else MOVED[number % len(MOVED)]
+        moved = _changed(spec, drawn, names, place)
         changed = trial.expected.inputs(moved, problem.dims, problem.seed)
         after = trial.sandbox.call(trial.form.taken(changed), shapes, trial.form.dims(problem))
         wanted = trial.expected.outputs(changed, problem.dims)[name]

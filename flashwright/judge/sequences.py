@@ -79,9 +79,14 @@ def laid(spec: AttentionSpec, made: Inputs, pairs: Sequence[Pair], seed: int) ->
         return found | _in_pages(made, keys, batch.page, rng)
     if batch.lengths:
         return found | _in_cache(made, keys, rng)
-    for name in "KV":
+    for name in _held(made):
         found[name], found["StartsK"] = _behind(made[name], keys, np.nan)
     return found
+
+
+def _held(tensors: Inputs) -> list[str]:
+    """The tensors that have a row for each key."""
+    return [name for name in "KV" if name in tensors]
 
 
 def _behind(array: Array, counts: Sequence[int], spare: float) -> tuple[Array, Array]:
@@ -99,7 +104,7 @@ def _in_cache(made: Inputs, counts: Sequence[int], rng: np.random.Generator) -> 
     step = made["K"].shape[2] + ROOM
     starts = rng.permutation(len(counts) + 1)[: len(counts)] * step
     found = {"StartsK": starts.astype(np.int32), "LengthsK": np.array(counts, np.int32)}
-    for name in "KV":
+    for name in _held(made):
         _, heads, _, width = made[name].shape
         shape = (heads, (len(counts) + 1) * step, width)
         found[name] = np.full(shape, np.nan).astype(made[name].dtype)
@@ -117,7 +122,7 @@ def _in_pages(
     most = -(-made["K"].shape[2] // size) + 1
     table = np.full((len(counts), most), NO_PAGE, np.int32)
     found = {"Table": table, "LengthsK": np.array(counts, np.int32)}
-    for name in "KV":
+    for name in _held(made):
         _, heads, _, width = made[name].shape
         found[name] = np.full((len(pages), heads, size, width), np.nan).astype(made[name].dtype)
     free = iter(pages)
@@ -125,7 +130,7 @@ def _in_pages(
         for n in range(own):
             table[b, n] = page = next(free)
             rows = slice(n * size, min(count, (n + 1) * size))
-            for name in "KV":
+            for name in _held(made):
                 part = made[name][b, :, rows]
                 found[name][page, :, : part.shape[1]] = part
     return found
@@ -134,7 +139,7 @@ def _in_pages(
 def reordered(inputs: Inputs) -> dict[str, Array]:
     """The same tensors with the sequences in the reverse order: other starts, lengths and pages."""
     found = dict(inputs)
-    for name in ("LengthsK", "Table"):
+    for name in ("LengthsK", "Table", *_SCALES):
         if name in inputs:
             found[name] = np.ascontiguousarray(inputs[name][::-1])
     for name in ("StartsQ", "StartsK"):
@@ -181,12 +186,14 @@ def one(inputs: Inputs, b: int) -> dict[str, Array]:
     """The inputs of one sequence, as a rectangular batch of one."""
     found = {name: x for name, x in inputs.items() if name not in _PLACES}
     found["Q"] = inputs["Q"][rows(inputs, b)][None]
-    for name in "KV":
+    for name in _held(inputs):
         found[name] = _keys(inputs, name, b)[None]
-    return found
+    return found | {name: inputs[name][b : b + 1] for name in _SCALES if name in inputs}
 
 
 _PLACES = ("StartsQ", "StartsK", "LengthsK", "Table")
+_SCALES = ("KDescale", "VDescale")
+"""The tensors with numbers for each sequence and head."""
 
 
 def _keys(inputs: Inputs, name: str, b: int) -> Array:

@@ -302,7 +302,7 @@ class Trial:
         same = self.form.inputs(outcome.problem, self.expected.reference)
         if self.spec.batch is not None:  # elsewhere, and another Q
             every += [sequences.reordered(same), {**same, "Q": -same["Q"]}]
-        keys = same["V"].shape[2] if self.expected.reference is None else 0
+        keys = same["V"].shape[2] if "V" in same and self.expected.reference is None else 0
         if keys >= 8 and self.spec.batch is None:
             # Part of V: a cache that compares only the first and last elements. Q alone: one that
             # compares K and V.

@@ -121,7 +121,7 @@ class Truth:
 
     def value(self, b: int, h: int) -> Floats:
         """V of the kv head that a query head reads."""
-        values: Floats = self.inputs["V"][b, self.kv_head(h)].astype(np.float64)
+        values: Floats = self.spec.values(self.inputs)[b, self.kv_head(h)].astype(np.float64)
         return values
 
     def answer(self, name: str) -> Floats | None:

@@ -13,7 +13,7 @@ from typing import Literal
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_stmt
 from flashwright.lower.element import ROW, Element, Leaf, leaves, with_leaves
-from flashwright.lower.term import ONE, Axes, Term, Var, binary
+from flashwright.lower.term import ONE, Axes, Term, Var, binary, call, integer, minus, plus
 from flashwright.program.program import Buffer, Key, Tensor
 from flashwright.program.vocabulary import DTYPES, PAGE
 
@@ -98,6 +98,7 @@ class Window:
     last: Term | None = None  # the end of the range whose rows are inside, where there is one
     converts: bool = False  # to another element type, on the way to shared memory
     pages: Pages | None = None  # where rows lie in several ones: `start` is that of each page
+    page_rows: int | None = None  # the most at once that lie in one page, wherever its tile begins
 
     @property
     def chunked(self) -> bool:
@@ -112,12 +113,22 @@ class Window:
     @property
     def coordinates(self) -> tuple[Term, ...]:
         """Where it begins on every axis of a tensor map. That of a range ends where its rows do
-        (launch_plan.RANGE): what is left of them says how far from there the tile begins."""
+        (launch_plan.RANGE), that of pages where those of a box do: what is left of them says how
+        far from there the tile begins. If rows lie in several pages, it is where one's begin."""
+        if self.page_rows is not None:
+            return self._in_page(self.page_rows)
         if self.last is None or self.line or self.pages is not None:
             return self.start if self.view is None else (self.view, *self.start)
         *outer, row, col = self.start
         left = binary("-", RANGE_END, binary("-", self.last, row))
         return RANGE_END, self.last, *outer, left, col
+
+    def _in_page(self, size: int) -> tuple[Term, ...]:
+        """The coordinates of a box of so many rows, which lie in one page."""
+        assert self.rows is not None  # they have a range
+        *outer, row, col = self.start
+        left = call("min", self.rows, integer(size), type="int")
+        return plus(row, left), *outer, minus(integer(size), left), col
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -306,6 +317,7 @@ class Gemm(Node):
     right_stage: Term | None = None
     sparing: bool = False  # slower, but fewer operands are in flight
     depth: int | None = None  # columns of both operands that count: zeros follow
+    ahead: bool = False  # the right tile is the younger one of two values that are held
 
 
 @dataclass(frozen=True)
@@ -414,9 +426,11 @@ class Branch(Node):
 
 @dataclass(frozen=True)
 class Await(Node):
-    """A consumer waits until a tile has been filled."""
+    """A consumer waits until a tile has been filled: `ahead` while it still holds the value
+    before."""
 
     key: Key
+    ahead: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The launch plan: all that a caller must know to launch a kernel, as data beside its cubin.
 
 The kernel takes one parameter, a struct passed by value: for each tensor, in order, its pointer and
-then its strides (in elements, int64, one for each axis); after the tensors the dimensions (int32),
-in order. The struct's size is padded to 8 bytes.
+then its strides (in elements, int64, one for each axis); after the tensors the counter's address,
+if there is one, and the dimensions (int32), in order. The struct's size is padded to 8 bytes.
 
 Where there are maps, the struct begins with them, in order: a CUtensorMap of 128 bytes each. It is
 then aligned to 64 bytes, and its size padded to a multiple of 64. (With CUDA 13's cuda.h both are
@@ -37,6 +37,7 @@ FRAGMENT_ROWS = 128  # of a tile, at most, in memory that lies in fragments
 RANGE, RANGE_AXIS, RANGE_STRIDE = 2**30, 2**31 - 2**16, 2**34
 """Of a tensor map for ranges: where rows end, how long the first two axes are, and the bytes that
 its first stride and that of a row are together."""
+COUNTER = "tiles_taken"  # what kernels call the launch's counter
 DIVISIONS = ("ceil_div", "floor_div", "mod")
 GRID_LIMITS = (2**31 - 1, 2**16 - 1, 2**16 - 1)
 """Blocks along each axis of a grid (CUDA C++ Programming Guide, all of 7.5 to 9.0)."""
@@ -95,6 +96,12 @@ class PlanMap(BaseModel):
     coordinate is the end of the range in the tensor. These two are RANGE rows too far, which the
     first takes back: its coordinate is RANGE, its stride 2^34 bytes less that of a row, and RANGE
     times 2^34 is 2^64, where addresses begin again at 0.
+
+    With one for `pages`, boxes end where a sequence does, though its last page goes on. It has one
+    axis more, the first, with the stride of a row, on which the box is 1. The axis of rows is as
+    long as the box: one with n rows left begins n before the end there. Its coordinate on the first
+    axis is where these rows end in the page. Together these are a box too far, so the map's memory
+    begins as many rows before the tensor.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -103,6 +110,7 @@ class PlanMap(BaseModel):
     swizzle: int
     """In bytes: 0 (none), 32, 64 or 128."""
     ranges: bool = False
+    pages: bool = False
     optional: bool = False
     """Of a tensor that TMA can load only if its address and strides, which are the caller's, are
     multiples of 16 bytes: otherwise the map is 128 zeros, and the kernel copies in another way."""
@@ -112,7 +120,9 @@ class LaunchPlan(BaseModel):
     """How to launch the kernel `entry`: one count for each axis of the grid, first fastest.
 
     A kernel that `stays` is launched with one block for each SM at most, in a row: they share out
-    the blocks of the grid among themselves.
+    the blocks of the grid among themselves. With a `counter` they take the next one when they are
+    done: behind the tensors the struct has the address of an int32 of this launch alone, which
+    begins at 0.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -122,16 +132,18 @@ class LaunchPlan(BaseModel):
     shared: int
     grid: tuple[Postfix, ...]
     stays: bool = False
+    counter: bool = False
     dims: tuple[str, ...]
     tensors: tuple[PlanTensor, ...]
     maps: tuple[PlanMap, ...] = ()
 
     def dump(self) -> str:
         """As JSON, one short line for each tensor's axis."""
-        unsaid: dict[str, Any] = {n: True for n in ("maps", "stays") if not getattr(self, n)}
+        unusual = ("maps", "stays", "counter")
+        unsaid: dict[str, Any] = {n: True for n in unusual if not getattr(self, n)}
         if self.maps:
             unsaid["maps"] = {
-                n: {name for name in ("optional", "ranges") if not getattr(one, name)}
+                n: {name for name in ("optional", "ranges", "pages") if not getattr(one, name)}
                 for n, one in enumerate(self.maps)
             }
         plain = (n for n, one in enumerate(self.tensors) if not one.fragments)

@@ -53,6 +53,7 @@ def make_plan(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> Lau
         shared=shared,
         grid=(reduce(_product, counts),) if roles else launch_order(program, counts),
         stays=roles and program.schedule.persistent,
+        counter=kernel.sequences is not None,
         dims=program.dims,
         tensors=tuple(
             _tensor(t, program, kernel)
@@ -63,20 +64,23 @@ def make_plan(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> Lau
 
 
 def _maps(program: Program, kernel: ir.Kernel) -> Iterator[PlanMap]:
-    """The boxes that TMA loads: as many rows as the tile, as wide as its swizzle."""
+    """The boxes that TMA loads: as many rows as the tile, or as lie in one page, and as wide as its
+    swizzle."""
     optional = tma_optional_tiles(kernel.body)
     for (key, _, tensor), piece in loaded_pieces(program, kernel).items():
         buffer = program.buffers[key]
         rows, cols = buffer.shape
         size = DTYPES[buffer.dtype]
         swizzle = swizzle_bytes(cols * size)
-        outer = len(piece.window.coordinates) - 2
-        box = (*(1,) * outer, rows, swizzle // size)
+        window = piece.window
+        outer = len(window.coordinates) - 2
+        box = (*(1,) * outer, window.page_rows or rows, swizzle // size)
         yield PlanMap(
             tensor=tensor,
             box=box,
             swizzle=swizzle,
-            ranges=piece.window.last is not None,
+            ranges=window.last is not None and window.page_rows is None,
+            pages=window.page_rows is not None,
             optional=key in optional,
         )
 

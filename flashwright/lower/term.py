@@ -47,9 +47,10 @@ class Position:
 
 @dataclass(frozen=True)
 class RingStage:
-    """The stage of a ring that is read now."""
+    """The stage of a ring that is read now, or the one `ahead` of it."""
 
     ring: str
+    ahead: bool = False
     type: Type = "int"
 
 

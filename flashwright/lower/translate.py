@@ -27,7 +27,7 @@ from flashwright.lower.printing.kernel import Printer, register_counts
 from flashwright.lower.report import NOT_AHEAD, UNVERIFIED, Report
 from flashwright.lower.source_map import SourceMap, source_map
 from flashwright.lower.targets.atoms import check_registers, shared_layout, wide_tiles
-from flashwright.lower.targets.shared_memory import epilogue_offset
+from flashwright.lower.targets.shared_memory import epilogue_offset, with_queue
 from flashwright.program.program import Key, Program
 
 FULL = 240  # of the 255 registers of a thread: beyond that, fetching ahead makes it spill
@@ -115,19 +115,23 @@ def _prepared(
     kernel = replace(kernel, body=body, grid=ordered(program, kernel.grid), wide=wide)
     if roles:
         waves = scheduler_waves(program, gpu, kernel)
-        kernel = replace(kernel, waves=waves, sequences=sequences(program))
+        found = sequences(program) if program.schedule.persistent else None
+        kernel = replace(kernel, waves=waves, sequences=found)
     stages: dict[Key, int] = {k: b.stages for k, b in program.buffers.items()}
     offsets, size = shared_layout(program, stages)
     blocks = _blocks(program, gpu, size, most)
     rings: dict[Key, int] = {}
     epilogue: int | None = None
+    queue = 0
     if roles:
         rings, size = ring_offsets(program, kernel, size)
+        queue = size
+        kernel, size = with_queue(gpu, kernel, size)
         epilogue, size = epilogue_offset(program, gpu, kernel, size)
         blocks = 1
     report.blocks = blocks
-    report.registers, report.dealt = _registers(program, gpu, roles[1] if roles else None, blocks)
-    printer = Printer(program, gpu, kernel, offsets, blocks, rings, epilogue)
+    report.registers, report.dealt = _registers(program, gpu, kernel, blocks)
+    printer = Printer(program, gpu, kernel, offsets, blocks, rings, epilogue, queue)
     return printer, make_plan(program, gpu, kernel, size)
 
 
@@ -164,10 +168,10 @@ def _not_ahead(body: tuple[ir.Statement, ...], report: Report) -> None:
         report.remark(NOT_AHEAD, text, load.origin.lines, help)
 
 
-def _registers(program: Program, gpu: Gpu, roles: ir.Roles | None, blocks: int) -> tuple[int, bool]:
+def _registers(program: Program, gpu: Gpu, kernel: ir.Kernel, blocks: int) -> tuple[int, bool]:
     """The registers that a thread may use, and whether setmaxnreg gives them."""
-    if roles:
-        _, given = register_counts(program, roles)
+    if roles := next((n for n in kernel.body if isinstance(n, ir.Roles)), None):
+        _, given = register_counts(program, kernel, roles)
         return (given, True) if given else (MOST_REGISTERS, False)
     share = gpu.registers_per_sm // (32 * program.warps * blocks)
     return min(MOST_REGISTERS, share - share % REGISTER_UNIT), False

@@ -73,7 +73,8 @@ def work_of(
         pairs = int(rows.sum()) * batch * spec.heads
     size = _BYTES[spec.input_dtype]
     queries = batch * spec.heads * q_len
-    keys = batch * spec.kv_heads * kv_len * (spec.head_dim + spec.value_dim)
+    columns = spec.head_dim + (0 if spec.latent else spec.value_dim)
+    keys = batch * spec.kv_heads * kv_len * columns
     keys *= _BYTES[spec.key_dtype]
     return Work(
         pairs,

@@ -25,6 +25,7 @@ from flashwright.program.vocabulary import split as split_space
 from flashwright.rewrite.ahead import Ahead
 from flashwright.rewrite.begin import Begin, adjacent
 from flashwright.rewrite.carried import accumulating, carried_by, read_before, refused
+from flashwright.rewrite.columns import in_pieces
 from flashwright.rewrite.parts import Parts, place_of
 from flashwright.rewrite.rows import ROWS, rows_of, small_tiles
 from flashwright.rewrite.tree import (
@@ -137,6 +138,10 @@ class _Splitting:
             note = "rows of a block that puts parts together"
             small = written(f"param {self.rows} = 16  // {note}\n")
             second = made
+        letters = dict.fromkeys(self.parts.names.values(), self.parts.place.column)
+        pieces = in_pieces(self.program, second, letters, self.fresh)
+        if pieces is not None:
+            small, second = (*small, *pieces[0]), pieces[1]
         head = self.comments.put_back((*self._head(small), *first))
         below = self.comments.put_back(self._bare(second, first))
         title = tl.Comment(self._title(), gap=True)

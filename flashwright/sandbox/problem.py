@@ -36,11 +36,14 @@ class TimedProblem:
     def shapes(self) -> dict[str, tuple[int, int, int, int]]:
         """The shapes of Q, K and V, as (batch, heads, length, dim)."""
         spec, keys = self.spec, self.length if self.kv_len is None else self.kv_len
-        return {
+        found = {
             "Q": (self.batch, spec.heads, self.length, spec.head_dim),
             "K": (self.batch, spec.kv_heads, keys, spec.head_dim),
             "V": (self.batch, spec.kv_heads, keys, spec.value_dim),
         }
+        if spec.latent:
+            del found["V"]
+        return found
 
     @property
     def sizes(self) -> dict[str, int]:

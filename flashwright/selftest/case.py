@@ -20,6 +20,7 @@ CLASSES: Mapping[str, str] = MappingProxyType(
         "inputs": "right for the usual inputs only",
         "shapes": "right for the usual shapes only",
         "mask": "another mask, other heads or other batches",
+        "sequences": "takes a sequence to begin, end or lie elsewhere",
         "replay": "an earlier answer given again",
         "library": "a library does the work",
         "memory": "touches memory that is not its own",

@@ -18,6 +18,8 @@ SMALL = SPEC.model_copy(update={"scale": 2e-3})  # of scores, whose exponential 
 VARIED = SPEC.model_copy(update={"repeatable": False})  # two runs may differ a little
 WIDE = SPEC.model_copy(update={"head_dim": 128})  # scores near 100 where inputs are shifted
 IN_BF16 = SPEC.model_copy(update={"dtype": "bf16", "head_dim": 64})
+PACKED = SPEC.model_copy(update={"packed": True, "lse": True})
+PAGED = SPEC.model_copy(update={"causal": False, "decode": 2, "page": 16, "lse": True})
 SHORT = ((9, 9), (40, 70))
 USUAL = ((256, 256), (1, 1), (40, 70), (130, 61))
 FIRST = ((9, 9),)
@@ -93,6 +95,17 @@ SPECIAL: tuple[CpuRow, ...] = (
     ("wrong_from_the_sixth_batch", "shapes", "special_shapes", SPEC),
     ("declines_the_probe", "mask", "raises", SPEC),
     ("declines_after_300_calls", "replay", "raises", SPEC),
+)
+SEQUENCES: tuple[CpuRow, ...] = (
+    ("key_of_the_next_one", "sequences", "nonfinite", PACKED),
+    ("row_of_the_next_one", "sequences", "out_of_bounds", PACKED),
+    ("keys_from_the_first_one", "sequences", "wrong", PACKED),
+    ("nothing_of_sequences_without_keys", "sequences", "nonfinite", PACKED),
+    ("pages_in_order", "sequences", "nonfinite", PAGED),
+    ("position_behind_the_last", "sequences", "nonfinite", PAGED),
+    ("page_behind_the_last", "sequences", "raises", PAGED),
+    ("parts_not_rescaled", "sequences", "wrong", PAGED),
+    ("longest_alone", "sequences", "nonfinite", PAGED),
 )
 ENDS = (  # function, class, expected, limits: found from outside, with few lengths
     ("in_a_thread", "hidden", "hidden_work", Limits()),
@@ -202,6 +215,7 @@ def cpu_cases() -> Iterator[SelftestCase]:
     for module, rows, lengths in (
         *(("cpu", PLAIN, SHORT), ("cpu", WHOLE, None)),
         *(("cpu_conduct", CONDUCT, SHORT), ("cpu_special", SPECIAL, None)),
+        ("cpu_sequences", SEQUENCES, SHORT),
     ):
         for function, kind, expected, spec in rows:
             given = (function, kind, module, spec, tuple(expected.split()))
@@ -256,6 +270,8 @@ def _honest() -> Iterator[SelftestCase]:
         yield SelftestCase("cpu", *given, label=name, factory=True, lengths=lengths)
     for function in HABITS:
         yield SelftestCase("cpu", function, HONEST, "honest_cpu", SPEC, lengths=USUAL)
+    for function, spec in (("packed", PACKED), ("paged", PAGED)):
+        yield SelftestCase("cpu", function, HONEST, "cpu_sequences", spec)
     with_lse = SPEC.model_copy(update={"lse": True})
     yield SelftestCase("cpu", "with_lse", HONEST, "honest_cpu", with_lse, lengths=USUAL)
     yield SelftestCase(

@@ -275,7 +275,8 @@ class Copies:
         along = self.program.buffers[self.program.source(stmt)].along
         for have, want in zip(tile.axes, places[len(places) - len(tile.shape) :], strict=True):
             # With `along` a vector of one dimension's positions may stand for another's.
-            if have is not None and have != want and (have.dim == want.dim or along is None):
+            placed = have is None or have == want or have.same_columns(want)
+            if have is not None and not placed and (have.dim == want.dim or along is None):
                 self._misplaced(stmt, f"{have}", f"{want}", have.copy)
             elif have is not None and have.group and have.extent != want.extent:
                 held, room = (f"{w.dim} up to {w.extent - 1}" for w in (have, want))

@@ -59,6 +59,12 @@ class Where:
         if end > self.extent:
             yield max(self.start, self.extent), end
 
+    def same_columns(self, other: Where) -> bool:
+        """Whether both are the same columns of heads, which may be of different widths: MLA's
+        values are the first columns of its keys."""
+        fixed = self.dim.isdigit() and other.dim.isdigit() and self.label == other.label
+        return fixed and (self.start, self.size) == (other.start, other.size)
+
     def __str__(self) -> str:
         axis = self.label if self.dim.isdigit() else self.dim
         if isinstance(self.start, Unknown):

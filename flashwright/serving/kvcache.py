@@ -15,14 +15,13 @@ from typing import Any
 import torch
 
 from flashwright.flex.task import NoKernel
-from flashwright.generate.packed import rows_for
+from flashwright.generate.packed_sizes import batch_of_few, rows_for
 from flashwright.gpu import Gpu
 from flashwright.serving import arguments, reference, tree
 from flashwright.serving.cache import Cache, New, lengths_of
 from flashwright.serving.kernels import Asked, Wanted, attend
 from flashwright.serving.merge import merge_states
 from flashwright.serving.varlen import kernel_tensors
-from flashwright.spec import Batch
 
 MOST_SPLITS = 128
 _FULL = 0.8
@@ -195,18 +194,25 @@ def _given(
 def _asked(tensors: Mapping[str, Any], options: tuple[Any, ...]) -> Asked:
     """What a kernel is made for and called with."""
     given, settings = _given(tensors, options)
+    cache = Cache(tensors["k"], tensors["v"], tensors["table"])
+    page = cache.k.shape[1] if cache.table is not None else None
+    return decode(given, settings, cache.longest, page, options[4])
+
+
+def decode(
+    given: dict[str, Any], settings: dict[str, Any], longest: int, page: int | None, splits: int
+) -> Asked:
+    """A decode over a cache, or over pages of some size. No sequence has more keys than `longest`;
+    with 0 `splits` their number is chosen."""
     task = arguments.task(given, settings)
     batch, queries = given["q"].shape[:2]
     group = task.spec.group
-    few = rows_for(queries * group)
-    cache = Cache(tensors["k"], tensors["v"], tensors["table"])
-    page = cache.k.shape[1] if cache.table is not None else None
-    most = max(1, few // group)  # one kernel for all numbers of queries that take such tiles
-    form = Batch(queries=False, lengths=True, page=page, decode=most)
+    few = rows_for(queries * group, task.spec.value_dim)
+    form = batch_of_few(queries, group, task.spec.value_dim, page)
     wanted = Wanted(task, form, tree.mods() if "tree" in given else None)
     blocks = batch * task.spec.kv_heads * ceil(queries * group / few)
-    sizes = {"splits": options[4] or split_count(task.card, blocks, cache.longest)}
-    sizes |= {"q_len": queries, "kv_len": cache.longest, "batch": batch}
+    sizes = {"splits": splits or split_count(task.card, blocks, longest)}
+    sizes |= {"q_len": queries, "kv_len": longest, "batch": batch}
     check = partial(reference.check, task.spec, given)
     read = kernel_tensors(given)
     if "tree" in read:

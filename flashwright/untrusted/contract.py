@@ -115,12 +115,19 @@ def _grid(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
     names = ", ".join(axis.name for axis in axes)
     counts = ", ".join(text(axis.count) for axis in axes)
     yield f"The grid is one row: gridDim.x blocks for all of ({names}), of ({counts}) elements."
-    loop = f"`{tile_loop(printer.kernel)}`"
+    loop = f"`{tile_loop(printer.kernel, producer=True)}`"
     coordinates = ", ".join(
         f"{axis.name} = tile.{letter}()" for axis, letter in zip(axes, "xyz", strict=False)
     )
     if plan.stays:
         yield "The kernel is persistent: one thread block for each SM at most takes many tiles."
+    if plan.counter:
+        yield (
+            "The thread that loads takes them, and hands them to all other warps that work on them "
+            "by a queue in shared memory, `fw::TileQueue tile_queue(shared + OFFSET)`: "
+            "`fw::TileQueue::bytes`, aligned to 16. One thread calls `tile_queue.init(N)` for N "
+            f"such warps before the loops. Theirs is `{tile_loop(printer.kernel)}`."
+        )
     yield f"{loop} goes through the tiles of a thread block, with {coordinates}."
 
 
@@ -135,6 +142,11 @@ def _maps(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
                 " (the first two are `fw::range_end` and the end of a range of rows, in elements;"
             )
             views += " rows are counted so that the range ends at `fw::range_end`)"
+        if one.pages:
+            views = (
+                " (the first one is the end of the tile's rows in their page, in elements; rows are"
+                f" counted so that the tile ends at {one.box[-2]})"
+            )
         yield (
             f"`p.{name}` is a tensor map of {one.tensor}: its box is {box} elements on "
             f"the axes as declared{views}, swizzled over {one.swizzle} bytes; elements beyond the "

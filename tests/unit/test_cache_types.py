@@ -97,7 +97,7 @@ def test_the_kernels_compute_it(gpu: str, page: int | None, dtype: str, width: i
     """Compiled, and under emulation: scales for each sequence and head, seven heads in a group."""
     made = {"heads": 14, "kv_heads": HEADS, "head_dim": width, "dtype": dtype, "causal": True}
     spec = make_spec("gqa", kv_dtype="fp8", **made)
-    order = PackedOrder(spec.of_sequences(Batch(False, True, page, 2)), gpus.find(gpu))
+    order = PackedOrder(spec.of_sequences(Batch(False, True, page, 16)), gpus.find(gpu))
     programs = check(parse(order.code())).kernels
     kind = torch.bfloat16 if dtype == "bf16" else torch.float16
     q, caches, scales, wide = problem(14, width=width, kind=kind)

@@ -34,8 +34,9 @@ from flashwright.flex.form import form_of  # noqa: E402
 from flashwright.flex.task import WrongKernel  # noqa: E402
 from flashwright.flex.transformers import LayerCall, ModelMask, SpecMask  # noqa: E402
 from flashwright.pytorch.operator import torch_operator  # noqa: E402
+from flashwright.serving import decode_layers  # noqa: E402
 from tests.unit import uncompiled  # noqa: E402
-from tests.unit.test_flex_attention import CARD, Interpreted, _checked_only  # noqa: E402
+from tests.unit.test_flex_attention import CARD, Interpreted  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 flashwright.register_transformers()
@@ -376,7 +377,9 @@ def test_keyword_arguments(given: Any, settings: tuple[Any, ...], extras: tuple[
 )
 def test_what_is_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises((ValueError, TypeError), match=told):
-        wright.attend(torch.nn.Module(), *heads(), heads()[1], **{"attention_mask": None} | given)
+        decode_layers.attend(
+            torch.nn.Module(), *heads(), heads()[1], **{"attention_mask": None} | given
+        )
 
 
 def test_a_name_with_flash_is_refused() -> None:
@@ -392,7 +395,7 @@ def by_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors go the way of CUDA tensors."""
     monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(flex, "torch_operator", Interpreted)
-    monkeypatch.setattr(store, "_make", _checked_only)
+    monkeypatch.setattr(store, "_make", uncompiled.make_program)
     monkeypatch.setattr(flex, "card_of", lambda device: CARD)
     for name in ("_KERNELS", "_QUICK", "_TASKS"):
         monkeypatch.setattr(flex, name, {})
@@ -494,9 +497,9 @@ def test_first_gradients_of_a_masked_batch_are_checked(
 
 def test_autocast_decides_the_type() -> None:
     q, k = (t.half() for t in heads())
-    assert [t.dtype for t in wright._autocast(q.float(), k)] == [torch.float32, torch.float16]
+    assert [t.dtype for t in wright.autocast(q.float(), k)] == [torch.float32, torch.float16]
     with torch.autocast("cpu", torch.bfloat16):
-        assert {t.dtype for t in wright._autocast(q.float(), k)} == {torch.bfloat16}
+        assert {t.dtype for t in wright.autocast(q.float(), k)} == {torch.bfloat16}
 
 
 class Waits(TorchDispatchMode):
@@ -534,7 +537,7 @@ def test_a_further_prefill_waits_for_no_result_and_captures_nothing(
         def check_first_backward(self, trial: Any) -> None:
             pass
 
-        def __call__(self, q: Any, k: Any, v: Any, return_lse: bool = False) -> Any:
+        def __call__(self, q: Any, k: Any, v: Any, return_lse: bool, deterministic: bool) -> Any:
             assert not return_lse
             return torch.empty_like(q)
 

@@ -74,7 +74,8 @@ def _make_code(text: str, gpu: Gpu, folder: Path, told: Mapping[str, str]) -> No
     record = Steps.of(Kernels(verdict.kernels))
     files[package.STEPS] = record.dump()
     for name, program in zip(record.steps, verdict.kernels, strict=True):
-        files |= {f"{name}/{file}": made for file, made in _translated(program, gpu).items()}
+        own = {**_translated(program, gpu), **{f: x for f, x in told.items() if f == PTX}}
+        files |= {f"{name}/{file}": made for file, made in own.items()}
     _write(folder, files)
 
 

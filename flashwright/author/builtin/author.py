@@ -102,18 +102,19 @@ def write_code(
     mods: Mods | None = None,
     headroom: int | None = None,
     few: tuple[int, int] | None = None,
+    keys: int | None = None,
 ) -> Written:
     """The code for a spec on a GPU. Raises choose.NothingFits if no tiling fits.
 
-    `headroom` registers are kept free (see `choose`). `few` is how many rows of a tile have work,
+    For `headroom` and `keys` see `choose`. `few` is how many rows of a tile have work,
     where they are few, and how many keys lie behind each other: a step divides them.
     """
     work = workload(spec) if mods is None else _with_extras(workload(spec), mods)
     if few is not None:  # the heads of a group are rows of one tile
-        rows, keys = few
+        rows, behind = few
         work = replace(work, q_len=rows, heads=spec.kv_heads, kv_heads=spec.kv_heads)
-        work = replace(work, listed=(0, keys))
-    decision = choose(work, gpu, headroom)
+        work = replace(work, listed=(0, behind))
+    decision = choose(work, gpu, headroom, keys)
     tree, choices = complete(parse(sketch), spec, gpu, decision, mods or Mods())
     further = {
         name_of(c.tiling): retiled(tree, c.tiling, c.reason)
@@ -134,6 +135,7 @@ def workload(spec: AttentionSpec) -> Workload:
     return Workload(
         qk_dim=spec.head_dim,
         v_dim=spec.value_dim,
+        latent=spec.latent,
         dtype=spec.input_dtype,
         kv_dtype=None if spec.kv_dtype is None else spec.key_dtype,
         heads=spec.heads,

@@ -49,6 +49,8 @@ _BN_WGMMA = (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
 # kernel serves short sequences too, where they leave SMs without a block.
 _BM = (16, 32, 64, 128)
 _WARPS = (1, 2, 4, 8)
+HEADROOMS = (None, 24, 40, 64)
+"""Registers to leave free: more, if the kernel spills with fewer."""
 
 
 class NothingFits(ValueError):
@@ -137,11 +139,14 @@ def _rows(workload: Workload, gpu: Gpu) -> Iterator[tuple[int, int]]:
         yield from ((bm, warps) for bm in _BM for warps in _WARPS if bm % (16 * warps) == 0)
 
 
-def choose(workload: Workload, gpu: Gpu, headroom: int | None = None) -> Decision:
+def choose(
+    workload: Workload, gpu: Gpu, headroom: int | None = None, keys: int | None = None
+) -> Decision:
     """The measured tiling, else the cheapest that fits `gpu`. Raises NothingFits if none fits.
 
     `headroom` registers are kept free below the limit (by default 8 on Hopper, 28 elsewhere); where
-    it is given, the model alone decides.
+    it is given, the model alone decides. With `keys` there is one tiling for all lengths, the best
+    one for so many keys.
     """
     _validate(workload, gpu)
     spare = headroom if headroom is not None else comfort(workload, gpu)
@@ -159,7 +164,7 @@ def choose(workload: Workload, gpu: Gpu, headroom: int | None = None) -> Decisio
     if not fits:
         raise NothingFits(_nearest(workload, tilings, gpu, spare))
     fits.sort(key=lambda c: (c.cost.microseconds, c.tiling))
-    found = tuned.find(workload, gpu) if headroom is None else None
+    found = tuned.find(workload, gpu, keys) if headroom is None else None
     measured = _measured(workload, found, gpu) if found else None
     simplest = _simplest(fits)
     cheapest = _with_queries_ahead(workload, simplest, gpu)
@@ -181,7 +186,7 @@ def choose(workload: Workload, gpu: Gpu, headroom: int | None = None) -> Decisio
         over_registers=over_registers,
         reasons=reasons,
         measured=found.reason if found and measured else "",
-        further=_further(workload, found, gpu) if found and measured else (),
+        further=_further(workload, found, gpu) if found and measured and keys is None else (),
     )
 
 

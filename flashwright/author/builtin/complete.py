@@ -125,7 +125,9 @@ class _Completion:
         self.widths = dict(self._widths())
         self.grid = self._grid()
         self.shapes: dict[str, tuple[str, ...]] = {}  # of tiles in registers, by base name
+        self.parts = find(spec.variant).widths
         self.copied: dict[str, tuple[str, ...]] = {}  # of tiles in shared memory
+        self.sources: dict[str, Tensor] = {}  # of these tiles, where they come from memory
         self.streamed: set[str] = set()  # copied inside a loop
         self.prefetches = gpu.reshape_in_place and self.tiling.stages == 1
 
@@ -267,6 +269,9 @@ class _Completion:
         tile = {"q_len": "BM", "Group": "BM", "kv_len": "BN"}
         tile |= {size: choice.name for size, choice in self.widths.items()}
         shape = tuple(tile.get(size, size) for size in tensor.sizes[-rank:])
+        name = stmt.target.id if stmt.target is not None else tensor.name
+        if name in self.parts:
+            shape = (*shape[:-1], self.parts[name])
         given = {c.axis.id: c for c in stmt.coords or ()}
         coords = []
         for label, size in zip(tensor.labels, tensor.sizes, strict=True):
@@ -276,12 +281,12 @@ class _Completion:
             elif place is not None:
                 coords.append(f"{label} = {place}")
         if stmt.dest == "shared":
-            self.copied[tensor.name] = shape
+            self.copied[name], self.sources[name] = shape, tensor
             if loop is not None:
-                self.streamed.add(tensor.name)
+                self.streamed.add(name)
         text = (
             f"Copy {stmt.name.id} ({', '.join(shape)}) in coordinate [{', '.join(coords)}] "
-            f"from {stmt.source} to {stmt.dest}"
+            f"from {stmt.source} to {stmt.dest}{f' and get {name}' if stmt.target else ''}"
         )
         done = line(text, stmt.comment, stmt.gap)
         assert isinstance(done, Copy)
@@ -345,13 +350,18 @@ class _Completion:
             s.target.id for s in body[:first] if isinstance(s, Compute) and s.target is not None
         }
         starts: dict[str, str] = {}
+        made: set[str] = set()
+        """What the loop computes anew before it adds to it."""
         for stmt in statements((body[first],)):
             if not isinstance(stmt, Compute):
                 continue
             for name, start in zip(stmt.state, ("-1e30", "0"), strict=False):
                 starts.setdefault(name.id, start)
-            if stmt.mode == "accumulate" and stmt.target is not None:
-                starts.setdefault(stmt.target.id, "0")
+            if stmt.mode == "get" and stmt.target is not None:
+                made.add(stmt.target.id)
+            added = stmt.target if stmt.mode == "accumulate" else None
+            if added is not None and added.id not in made:
+                starts.setdefault(added.id, "0")
         lines = [
             line(f"Compute {start} and get {name}")
             for name, start in starts.items()
@@ -425,11 +435,10 @@ class _Completion:
         for name, shape in self.copied.items():
             number = "Stages" if name in self.streamed else "QStages"
             several = self.tiling.stages if name in self.streamed else self.tiling.q_stages
-            several = (
-                several if name in self.tensors else 1
-            )  # it is converted: the translator decides
+            source = self.sources.get(name)
+            several = several if source else 1  # it is converted: the translator decides
             stages = f" with stages {number}" if several > 1 else ""
-            dtype = self.tensors[name].dtype if name in self.tensors else self._multiplied(name)
+            dtype = source.dtype if source else self._multiplied(name)
             yield line(f"Allocate {name} in shared ({', '.join(shape)}) as {dtype}{stages}")
         for name, shape in self.shapes.items():
             yield line(f"Allocate {name} in register ({', '.join(shape)}) as fp32")
@@ -453,6 +462,7 @@ class _Completion:
         spec, tiling, why = self.spec, self.tiling, self.decision.reasons
         yield ParamChoice("HeadDim", str(spec.head_dim), "given: the width of Q and K")
         yield ParamChoice("VDim", str(spec.value_dim), "given: the width of V")
+        yield ParamChoice("RopeDim", "HeadDim - VDim", "the columns of K that are not V's")
         yield from self.widths.values()
         yield ParamChoice("Group", str(spec.group), "given: query heads that share a kv head")
         yield ParamChoice("TopK", str(spec.top_k), "given: blocks selected for each position")
@@ -489,7 +499,8 @@ class _Completion:
 def _global_names(tree: Tree) -> Iterator[str]:
     for stmt in statements(tree.body):
         if isinstance(stmt, Copy) and "global" in (stmt.source, stmt.dest):
-            yield split((stmt.target or stmt.name).id)[0]
+            name = stmt.name if stmt.source == "global" else stmt.target or stmt.name
+            yield split(name.id)[0]
         yield from (e.tensor.id for e in expressions(stmt) if isinstance(e, Index))
 
 

@@ -34,13 +34,15 @@ class Workload:
     add work to every score. `score_bytes` are those of further tensors with an element for each
     score (a bias), and `key_vectors` have a number for each key. `listed` are the queries and keys
     of a block, where lists say which blocks are visited: tiles divide them. With `kv_dtype` K and V
-    have that type in memory, and are converted to `dtype` in shared memory.
+    have that type in memory, and are converted to `dtype` in shared memory. With `latent` V is the
+    first columns of K.
     """
 
     qk_dim: int
     v_dim: int
     dtype: str = "fp16"
     kv_dtype: str | None = None
+    latent: bool = False
     batch: int = 4
     heads: int = 16
     kv_heads: int = 16
@@ -69,7 +71,12 @@ class Workload:
     @property
     def key_bytes(self) -> int:
         """Bytes of one key with its value."""
-        return (self.qk_dim + self.v_dim) * ELEMENT_BYTES[self.kv_dtype or self.dtype]
+        return self.key_columns * ELEMENT_BYTES[self.kv_dtype or self.dtype]
+
+    @property
+    def key_columns(self) -> int:
+        """Columns of one key with its value."""
+        return self.qk_dim if self.latent else self.qk_dim + self.v_dim
 
 
 @dataclass(frozen=True, order=True)
@@ -169,7 +176,8 @@ def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
     size = workload.element_bytes
     qk_dim, v_dim = (tile_width(d, workload, gpu) for d in (workload.qk_dim, workload.v_dim))
     queries = tiling.q_stages * bm * qk_dim * size
-    shared = queries + tiling.stages * bn * (qk_dim + v_dim) * size
+    columns = qk_dim if workload.latent else qk_dim + v_dim
+    shared = queries + tiling.stages * bn * columns * size
     if workload.kv_dtype is not None:  # and what K and V are converted to
         converted = 2 if uses_wgmma(workload, tiling, gpu) else 1
         bytes_of_column = tiling.stages * ELEMENT_BYTES[workload.kv_dtype] + converted * size

@@ -101,9 +101,12 @@ def beyond(workload: Workload) -> tuple[str, ...]:
     return (*sorted(workload.options), *(name for name, there in more.items() if there))
 
 
-def find(workload: Workload, gpu: Gpu) -> Choice | None:
-    """The main choice for a workload; None if it was not measured."""
-    return next((c for c in _shipped() if c.up_to is None and c.serves(workload, gpu)), None)
+def find(workload: Workload, gpu: Gpu, keys: int | None = None) -> Choice | None:
+    """The main choice for a workload, or that for so many keys; None if it was not measured."""
+    main = next((c for c in _shipped() if c.up_to is None and c.serves(workload, gpu)), None)
+    if main is None or keys is None:
+        return main
+    return next((c for c in further(main) if c.up_to is not None and keys <= c.up_to), main)
 
 
 def further(main: Choice) -> list[Choice]:

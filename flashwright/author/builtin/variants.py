@@ -31,6 +31,13 @@ GROUPED: dict[str, str] = {
     "LSE": "B:batch L:q_len H:kv_heads G:Group",
     "Idx": "B:batch H:kv_heads L:q_len T:TopK",
 }
+# Tiles that hold some columns of a tensor: how many.
+LATENT: dict[str, str] = {
+    "Qlatent": "VDim",
+    "Klatent": "VDim",
+    "Qrope": "RopeDim",
+    "Krope": "RopeDim",
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,8 @@ class Variant:
     sketch: str = "attention.tl"
     tensors: Mapping[str, str] = field(default_factory=lambda: DENSE)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    widths: Mapping[str, str] = field(default_factory=dict)
+    """Of tiles that hold some columns of their tensor."""
 
 
 VARIANTS: dict[str, Variant] = {
@@ -54,6 +63,22 @@ VARIANTS: dict[str, Variant] = {
             "mla",
             "multi-head latent attention, prefill: Q and K 192 wide, V 128",
             defaults={"heads": 16, "head_dim": 192, "v_dim": 128},
+        ),
+        Variant(
+            "mla-decode",
+            "absorbed MLA, decode: Q and the latent cache 576 wide, V its first 512 columns",
+            "latent.tl",
+            defaults={
+                "heads": 128,
+                "kv_heads": 1,
+                "head_dim": 576,
+                "v_dim": 512,
+                "latent": True,
+                "dtype": "bf16",
+                "decode": 1,
+                "page": 64,
+            },
+            widths=LATENT,
         ),
         Variant(
             "nsa-compressed",

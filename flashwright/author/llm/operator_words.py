@@ -74,8 +74,9 @@ def _tensors(spec: AttentionSpec) -> list[Line]:
     found: list[Line] = [
         ("Q", f"batch, heads, q_len, {d}", given, "input, queries"),
         ("K", f"batch, kv_heads, kv_len, {d}", given, "input, keys"),
-        ("V", f"batch, kv_heads, kv_len, {dv}", given, "input, values"),
     ]
+    if not spec.latent:
+        found.append(("V", f"batch, kv_heads, kv_len, {dv}", given, "input, values"))
     if spec.alibi:
         found.append(("Slopes", "heads", "fp32", "input, one slope for each query head"))
     if spec.sink:

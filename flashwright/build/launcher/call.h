@@ -111,15 +111,16 @@ class Call {
     }
   }
 
-  // The parameters of a launch with the tensors at these addresses, until this thread's next one. In the
-  // device's context.
+  // The parameters of a launch with the tensors and the counter at these addresses, until this thread's next
+  // one. In the device's context.
   template <typename Zeros>
-  void* parameters(const Addresses& addresses, Zeros&& zeros) const {
+  void* parameters(const Addresses& addresses, void* counter, Zeros&& zeros) const {
     thread_local vector<Block> made;
     made = packed_;
     for (size_t i = 0; i < given_.size(); ++i) {
       std::memcpy(reinterpret_cast<char*>(made.data()) + slots_[i], &addresses[i], sizeof(char*));
     }
+    if (plan_.counter) std::memcpy(reinterpret_cast<char*>(made.data()) + counter_, &counter, sizeof counter);
     encode(addresses, made, zeros);
     return made.data();
   }
@@ -317,11 +318,11 @@ class Call {
     TVM_FFI_THROW(ValueError) << "kv_heads = " << kv_heads << " must divide heads = " << heads;
   }
 
-  // The parameter struct: room for the maps, for each tensor its address and strides, then the
-  // dimensions as int32.
+  // The parameter struct: room for the maps, for each tensor its address and strides, room for the
+  // counter's address, then the dimensions as int32.
   void pack() {
     used_ = plan_.maps.size() * kMapBytes;
-    size_t bytes = used_ + plan_.dims.size() * sizeof(int32_t);
+    size_t bytes = used_ + plan_.counter * sizeof(void*) + plan_.dims.size() * sizeof(int32_t);
     for (const TensorPlan& plan : plan_.tensors) bytes += (1 + plan.axes.size()) * sizeof(int64_t);
     packed_.resize((bytes + sizeof(Block) - 1) / sizeof(Block));
     for (size_t i = 0; i < plan_.tensors.size(); ++i) {
@@ -332,6 +333,8 @@ class Call {
       if (given.there) plan.flat ? dense_strides(plan, given.parts) : split_strides(i, given.parts);
       for (size_t a = 0; a < plan.axes.size(); ++a) push<int64_t>(given.parts[a]);
     }
+    counter_ = used_;
+    if (plan_.counter) push<void*>(nullptr);
     for (size_t d = 0; d < plan_.dims.size(); ++d) push<int32_t>(static_cast<int32_t>(dims_[d]));
   }
 
@@ -430,12 +433,17 @@ class Call {
         strides[rank] = strides[1], strides[rank + 1] = kRangeStride - strides[1];
         rank += 2;
       }
+      if (map.pages) {
+        sizes[rank] = sizes[1] + 1, sizes[1] = map.box[1];
+        strides[rank++] = strides[1];
+      }
+      uint64_t before = map.pages ? map.box[1] * strides[1] : 0;  // where its memory is taken to begin
       if (empty) sizes.fill(1), strides.fill(kTmaUnit);
       if (map.optional && !empty && !fits_tma(plan, addresses[map.tensor], sizes, strides, rank)) {
         continue;  // it stays 0
       }
       Result result = map_driver().cuTensorMapEncodeTiled(
-          packed[m].bytes, map.type, static_cast<uint32_t>(rank), empty ? zeros() : addresses[map.tensor],
+          packed[m].bytes, map.type, static_cast<uint32_t>(rank), empty ? zeros() : addresses[map.tensor] - before,
           sizes.data(), strides.data() + 1, map.box.data(), every.data(), kNoInterleave, map.swizzle,
           kPromote128, kFillZeros);
       if (result != 0) driver().check(result, map_of(plan, given).c_str());
@@ -460,7 +468,7 @@ class Call {
   const char* device_owner_ = nullptr;
   vector<Block> packed_;  // without addresses and maps
   vector<size_t> slots_;  // where each tensor's address goes, in bytes
-  size_t used_ = 0;       // bytes
+  size_t used_ = 0, counter_ = 0;  // bytes; where the counter's address goes
 };
 
 }  // namespace fw

@@ -109,6 +109,29 @@ inline const MapDriver& map_driver() {
   return instance;
 }
 
+// What the memory of a launch's own needs besides.
+struct PoolDriver {
+  Result (*cuMemPoolCreate)(void**, const void*);
+  Result (*cuMemPoolSetAttribute)(void*, int, void*);
+  Result (*cuMemAllocFromPoolAsync)(void**, size_t, void*, Stream);
+  Result (*cuMemsetD32Async)(void*, unsigned, size_t, Stream);
+  Result (*cuMemFreeAsync)(void*, Stream);
+
+  PoolDriver() {
+    constexpr char needed[] = ", which this kernel needs: it takes a driver of CUDA 12.0 or newer";
+    find(cuMemPoolCreate, "cuMemPoolCreate", needed);
+    find(cuMemPoolSetAttribute, "cuMemPoolSetAttribute", needed);
+    find(cuMemAllocFromPoolAsync, "cuMemAllocFromPoolAsync", needed);
+    find(cuMemsetD32Async, "cuMemsetD32Async", needed);
+    find(cuMemFreeAsync, "cuMemFreeAsync", needed);
+  }
+};
+
+inline const PoolDriver& pool_driver() {
+  static const PoolDriver instance;
+  return instance;
+}
+
 // A thread may have no current context yet, or another device's.
 class InContext {
  public:

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "call.h"
 #include "driver.h"
@@ -19,6 +20,54 @@ namespace fw {
 // Zeros in a device's memory. A module's memory can be had while a stream is captured, without a stream.
 constexpr char kZeros[] =
     ".version 8.0\n.target sm_90\n.address_size 64\n.visible .global .align 16 .b8 zeros[16];\n";
+
+// CUmemPoolProps: memory of a device, for this process alone.
+struct PoolProps {
+  int type = 1, handles = 0;  // CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_HANDLE_TYPE_NONE
+  int where = 1, device;      // CU_MEM_LOCATION_TYPE_DEVICE
+  void* security = nullptr;
+  size_t most = 0;
+  char reserved[56] = {};
+};
+static_assert(sizeof(PoolProps) == 88);
+
+// The pools that launches have memory of their own from, one for each device. They keep what is given back.
+inline void* pool_of(int device) {
+  static std::mutex mutex;
+  static std::array<void*, kMaxDevices> pools{};
+  std::lock_guard<std::mutex> lock(mutex);
+  void*& found = pools[device];
+  if (found == nullptr) {
+    constexpr int kReleaseThreshold = 4;  // CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+    uint64_t all = UINT64_MAX;
+    PoolProps props;
+    props.device = device;
+    DuringCapture allowed;
+    driver().check(pool_driver().cuMemPoolCreate(&found, &props), "cuMemPoolCreate");
+    driver().check(pool_driver().cuMemPoolSetAttribute(found, kReleaseThreshold, &all),
+                   "cuMemPoolSetAttribute");
+  }
+  return found;
+}
+
+// A counter of one launch: in the order of the stream it is had, set to 0 and given back, so that launches on several
+// streams, and those in graphs, each have their own.
+class Counter {
+ public:
+  Counter(int device, Stream stream) : stream_(stream) {
+    const PoolDriver& cuda = pool_driver();
+    driver().check(cuda.cuMemAllocFromPoolAsync(&address, sizeof(int32_t), pool_of(device), stream),
+                   "getting memory for the kernel's counter");
+    driver().check(cuda.cuMemsetD32Async(address, 0, 1, stream), "clearing the kernel's counter");
+  }
+  ~Counter() { pool_driver().cuMemFreeAsync(address, stream_); }
+  Counter(const Counter&) = delete;
+
+  void* address = nullptr;
+
+ private:
+  Stream stream_;
+};
 
 // The code in one device's primary context. It is never unloaded: a captured graph may still hold it.
 struct Loaded {
@@ -71,7 +120,9 @@ class Launcher : public std::enable_shared_from_this<Launcher> {
     const Loaded& code = on(call.device());
     if (plan_.stays) blocks[0] = std::min(blocks[0], static_cast<unsigned>(code.sms));
     InContext here(code.context);
-    void* parameters[] = {call.parameters(addresses, [&] { return zeros(call.device()); })};
+    std::optional<Counter> counter;
+    void* count = plan_.counter ? counter.emplace(call.device(), call.stream()).address : nullptr;
+    void* parameters[] = {call.parameters(addresses, count, [&] { return zeros(call.device()); })};
     Result result = driver().cuLaunchKernel(
         code.kernel, blocks[0], blocks[1], blocks[2], static_cast<unsigned>(plan_.threads), 1, 1,
         static_cast<unsigned>(plan_.shared), call.stream(), parameters, nullptr);
@@ -197,6 +248,7 @@ ffi::Function make(ffi::Bytes cubin, ffi::Bytes ptx, ffi::Array<int64_t> numbers
   driver();
   Plan plan = Reader(numbers, words).plan();
   if (!plan.maps.empty()) map_driver();  // an old driver is told of now, not at the first call
+  if (plan.counter) pool_driver();
   auto launcher = std::make_shared<Launcher>(cubin, ptx, std::move(plan));
   return ffi::Function::FromPacked(
       [launcher](const ffi::AnyView* args, int32_t count, ffi::Any* result) {

@@ -103,7 +103,7 @@ constexpr size_t kMaxMapAxes = 5;
 inline size_t map_rank(const TensorPlan& tensor) { return tensor.axes.size() + tensor.flat; }
 
 // A map for ranges (launch_plan.py, PlanMap) has two more: their strides are those of a row, and what is missing to
-// 2^34 bytes.
+// 2^34 bytes. One for pages has one more, with the stride of a row.
 constexpr uint64_t kRange = uint64_t{1} << 30, kRangeAxis = (uint64_t{1} << 31) - (1 << 16);
 constexpr uint64_t kRangeStride = uint64_t{1} << 34;
 
@@ -112,12 +112,13 @@ struct MapPlan {
   int type, swizzle;                        // CUtensorMapDataType, CUtensorMapSwizzle
   bool optional;                            // zeros where TMA cannot load what the caller gives
   bool ranges;                              // ends where ranges of rows do
+  bool pages;                               // the same of rows in pages
   std::array<uint32_t, kMaxMapAxes> box{};  // the last axis first, as the driver wants it
 };
 
 struct Plan {
   string entry, arch;
-  int64_t threads, shared, stays, heads, kv_heads;  // the last two: which dims these are, or -1
+  int64_t threads, shared, stays, counter, heads, kv_heads;  // the last two: which dims these are, or -1
   vector<string> dims;
   vector<TensorPlan> tensors;
   vector<Size> grid;
@@ -130,7 +131,8 @@ class Reader {
       : numbers_(numbers), words_(words) {}
 
   Plan plan() {
-    Plan plan{word(), word(), number(), number(), number(), number(), number(), {}, {}, {}, {}};
+    Plan plan{word(), word(), number(), number(), number(),
+              number(), number(), number(), {}, {}, {}, {}};
     for (int64_t n = number(); n > 0; --n) plan.dims.push_back(word());
     for (int64_t n = number(); n > 0; --n) plan.tensors.push_back(tensor());
     for (int64_t n = number(); n > 0; --n) plan.grid.push_back(size());
@@ -161,8 +163,8 @@ class Reader {
     MapPlan map;
     map.tensor = static_cast<size_t>(number());
     map.type = static_cast<int>(number()), map.swizzle = static_cast<int>(number());
-    map.optional = number() != 0, map.ranges = number() != 0;
-    for (size_t a = map_rank(tensors[map.tensor]) + 2 * map.ranges; a-- > 0;) {
+    map.optional = number() != 0, map.ranges = number() != 0, map.pages = number() != 0;
+    for (size_t a = map_rank(tensors[map.tensor]) + 2 * map.ranges + map.pages; a-- > 0;) {
       map.box[a] = static_cast<uint32_t>(number());
     }
     return map;

@@ -30,11 +30,15 @@ struct Chunks {
     return col >= Column && col - Column < Width;
   }
 
+  // How many goes are written out where each thread only starts copies: of wide tiles one, since the
+  // addresses of more fill the registers of helper warps.
+  static constexpr int at_once = atoms > 4 ? 1 : goes;
+
   // Calls body(number, row, column, address in shared memory) for each chunk.
-  template <class Body>
+  template <int Unroll = goes, class Body>
   __device__ void each(Tile tile, Body body) const {
     uint32_t const first = tile.chunk_address(row, chunk);
-    CUTE_UNROLL
+#pragma unroll Unroll
     for (int go = 0; go < goes; ++go) {
       if (Tile::rows % down != 0 && row + go * down >= Tile::rows) continue;
       CUTE_UNROLL
@@ -67,7 +71,8 @@ __device__ int chunk_bytes(int row, Valid valid, int col, Cols cols) {
 // which are whole chunks of 16 bytes. cp.async, sm_80 and later.
 template <int Threads, class Tile, class Source, class Valid, class Cols = AllColumns>
 __device__ void copy_async(Tile dst, Source src, Valid valid, Cols cols = {}, int thread = threadIdx.x) {
-  Chunks<Threads, Tile>(thread).each(dst, [&](int, int row, int col, uint32_t to) {
+  using Way = Chunks<Threads, Tile>;
+  Way(thread).template each<Way::at_once>(dst, [&](int, int row, int col, uint32_t to) {
     auto const* from = src.at(row, 0) + col;
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(chunk_bytes(row, valid, col, cols)));
@@ -78,7 +83,7 @@ __device__ void copy_async(Tile dst, Source src, Valid valid, Cols cols = {}, in
 template <int Threads, int Column, int Width, class Tile, class Source, class Valid, class Cols = AllColumns>
 __device__ void copy_columns_async(Tile dst, Source src, Valid valid, Cols cols = {}, int thread = threadIdx.x) {
   using Way = Chunks<Threads, Tile>;
-  Way(thread).each(dst, [&](int n, int row, int col, uint32_t to) {
+  Way(thread).template each<Way::at_once>(dst, [&](int n, int row, int col, uint32_t to) {
     if (!Way::template among<Column, Width>(n)) return;
     auto const* from = src.at(row, 0) + (col - Column);
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),

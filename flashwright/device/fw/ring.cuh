@@ -2,6 +2,8 @@
 // when a tile has come, and the producer when they are done with it.
 #pragma once
 
+#include <utility>
+
 #include <fw/shared.cuh>
 
 namespace fw {
@@ -93,6 +95,10 @@ struct Ring {
   // A consumer: until the stage has been filled; and when its warp is done with it.
   __device__ void wait() const { mbarrier_wait(full + 8 * stage, phase); }
 
+  // The stage behind the one that is held, and a consumer's wait for it: then it holds both.
+  __device__ int ahead() const { return stage + 1 == Stages ? 0 : stage + 1; }
+  __device__ void wait_ahead() const { mbarrier_wait(full + 8 * ahead(), phase ^ (stage + 1 == Stages)); }
+
   __device__ void release() {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty(stage));
     next();
@@ -151,10 +157,41 @@ __device__ bool is_producer() {
   return threadIdx.x == 32 * Warps;
 }
 
-// Some columns of a tile start on their way to a stage that was acquired; the first element of them is at the coordinates
-// (one for each axis). A box is as wide as a swizzle atom; what lies outside of the tensor becomes 0.
+template <class... Coords>
+__device__ cute::array<int, sizeof...(Coords)> coordinates(Coords... coords) {
+  return {{coords...}};
+}
+
+// Where TMA finds a tile whose rows lie in pages of `Size` rows: in boxes of `Rows` rows, each in one page. `first` is the
+// position of the tile in its sequence, which has so many `rows` from there on. `page(n)` reads a table: it gives the
+// coordinates of the n-th page on the axes before that of rows.
+template <int Size, int Rows, class Page>
+struct PageBoxes {
+  using Place = decltype(std::declval<Page>()(0));
+  int first, rows;
+  Page page;
+  Place held;  // of the first box: known before a stage is free, so that nothing waits for the table then
+
+  // Boxes behind the last row have the page of that row: nothing is read there.
+  __device__ Place place(int n) const {
+    uint32_t const from = first, last = static_cast<uint32_t>(::max(first + rows - 1, 0)) / Size;
+    uint32_t const found = Rows == Size ? from / Size + n : (from + n * Rows) / Size;
+    return page(static_cast<int>(::min(found, last)));
+  }
+};
+
+template <int Size, int Rows, class Page>
+__device__ PageBoxes<Size, Rows, Page> page_boxes(int first, int rows, Page page) {
+  PageBoxes<Size, Rows, Page> boxes{first, rows, page, {}};
+  boxes.held = boxes.place(0);
+  return boxes;
+}
+
+// Some columns of a box start on their way to a stage that was acquired, from a row of its tile on; the first element of
+// them is at the coordinates (one for each axis). They are as wide as a swizzle atom; what lies outside of the tensor
+// becomes 0.
 template <int Column, int Width, class Tile, int Stages, class... Coords>
-__device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& map, Coords... coords) {
+__device__ void fetch_box(Tile tile, Ring<Stages> const& ring, Map const& map, int row, Coords... coords) {
   static_assert(sizeof...(Coords) >= 2 && sizeof...(Coords) <= 5);
   int at[] = {coords...};
   constexpr int rank = sizeof...(Coords);
@@ -162,7 +199,7 @@ __device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& ma
   uint32_t const barrier = ring.full + 8 * ring.stage;
   CUTE_UNROLL
   for (int col = Column; col < Column + Width; col += Tile::width) {
-    uint32_t const dst = cute::cast_smem_ptr_to_uint(to.data) + col * Tile::rows * sizeof(*to.data);
+    uint32_t const dst = cute::cast_smem_ptr_to_uint(to.data) + col * Tile::rows * sizeof(*to.data) + row * Tile::row_bytes;
     int const x = at[rank - 1] + (col - Column);
     if constexpr (rank == 2) {
       asm volatile(
@@ -184,6 +221,37 @@ __device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& ma
           "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::
               "r"(dst), "l"(&map), "r"(barrier), "r"(x), "r"(at[3]), "r"(at[2]), "r"(at[1]), "r"(at[0])
           : "memory");
+    }
+  }
+}
+
+// Some columns of a tile, in one box.
+template <int Column, int Width, class Tile, int Stages, class... Coords>
+__device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& map, Coords... coords) {
+  fetch_box<Column, Width>(tile, ring, map, 0, coords...);
+}
+
+// The same in boxes of pages, from column `x` of the tensor on. The map's axis of rows is as long as a box: one with n rows
+// left begins n before its end. Its first axis says where these end in the page. Each page is asked for while the box before
+// it starts; behind the last one it is that of the next tile. (The loop stays rolled: the producer has few registers.)
+template <int Column, int Width, class Tile, int Stages, int Size, int Rows, class Page>
+__device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& map,
+                              PageBoxes<Size, Rows, Page> const& boxes, int x) {
+  constexpr int axes = sizeof(boxes.held) / sizeof(int);
+  static_assert(Tile::rows % Rows == 0 && Rows % 8 == 0 && Size % Rows == 0 && axes <= 2);
+  auto next = boxes.held;
+  uint32_t count = Tile::rows / Rows;
+  for (uint32_t n = 0; n < count; ++n) {
+    // CUTE_NO_UNROLL is forgotten where the loop over columns is unrolled to nothing.
+    asm volatile(".pragma \"nounroll\";" : "+r"(count));
+    auto const place = next;
+    next = boxes.place(n + 1);
+    int const row = n * Rows, left = ::min(boxes.rows - row, Rows);
+    int const end = Rows == Size ? left : left + static_cast<int>(static_cast<uint32_t>(boxes.first + row) % Size);
+    if constexpr (axes == 1) {
+      fetch_box<Column, Width>(tile, ring, map, row, end, place[0], Rows - left, x);
+    } else {
+      fetch_box<Column, Width>(tile, ring, map, row, end, place[0], place[1], Rows - left, x);
     }
   }
 }

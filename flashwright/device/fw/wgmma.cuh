@@ -94,6 +94,14 @@ __device__ auto left_steps(OperandA<1, Steps> const& a, int) {
   return LeftRegisters<OperandA<1, Steps>>{a};
 }
 
+// The places of many steps are not to fill registers all the time.
+template <class Left>
+__device__ void keep_steps_in_loop(Left& left) {
+  keep_in_loop(left.own.lower);
+}
+template <class Operand>
+__device__ void keep_steps_in_loop(LeftRegisters<Operand>&) {}
+
 // Starts acc = A B, or acc += A B: B given as N rows of k columns (Transposed), or, in 16 bits, as k rows of N columns.
 // Of k, the first `Depth` count where that is given: zeros follow in both operands. Where `Beside` warpgroups have the
 // same rows, each multiplies its share of the columns.
@@ -107,7 +115,8 @@ __device__ void start_product(int group, Acc& acc, A const& a, B b) {
   // A share of whole swizzle atoms, or else pieces that each lie in one.
   constexpr int piece = Beside == 1 || Transposed || columns % B::width == 0 ? columns : 32;
   static_assert(columns % piece == 0 && (piece == columns || sizeof(T) == 2), "a share is halves of swizzle atoms");
-  auto const left = left_steps(a, Beside == 1 ? group : 0);
+  auto left = left_steps(a, Beside == 1 ? group : 0);
+  if constexpr (Beside > 1 && steps > 4) keep_steps_in_loop(left);
   Descriptor<B> right[columns / piece] = {Descriptor<B>(b)};
   CUTE_UNROLL
   for (int n = columns / piece - 1; n >= 0 && Beside > 1; --n) {

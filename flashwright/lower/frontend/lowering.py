@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import gcd
 
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Coord, Expr, Name
@@ -335,7 +336,10 @@ class Lowering(Body):
         axes: list[Axis] = []
         aligned = True
         last: Term | None = None
-        pages = self._pages(stmt, coords, tensor, shape) if self.program.paged(stmt) else None
+        pages: ir.Pages | None = None
+        page_rows: int | None = None
+        if self.program.paged(stmt):
+            pages, page_rows = self._pages(stmt, coords, tensor, shape)
         for position, axis in enumerate(tensor.axes):
             given = coords.get(axis.label, Coord(Name(axis.label), ZERO))
             coord = given.value
@@ -361,6 +365,8 @@ class Lowering(Body):
                     before.append(before_range)
                     if self.program.paged(stmt):
                         place, last = self._in_page(pages, place, axis.size, inside[-1], stmt)
+                        if pages is None and self._all_pages(given, tensor, axis.size, stmt):
+                            last = None  # behind the range nothing is left of the tensor
                 else:
                     fits = aligned and self._fits(given, axis.size, place, size)
                     inside.append(None if fits else self._inside(axis.size, place, stmt))
@@ -390,14 +396,16 @@ class Lowering(Body):
             line=len(shape) == 1,
             last=last,
             pages=pages,
+            page_rows=page_rows,
         )
         return window, tuple(axes)
 
     def _pages(
         self, stmt: tl.Copy, coords: Mapping[str, Coord], tensor: Tensor, shape: tuple[int, ...]
-    ) -> ir.Pages | None:
-        """Where the rows of a tile lie that may be in several pages; None if one page holds all of
-        them. Either way `page_idx` gets its meaning."""
+    ) -> tuple[ir.Pages | None, int | None]:
+        """Where the rows of a tile lie that may be in several pages, None if one page holds all of
+        them; and how many at once lie in one page that a table names, None if that depends on where
+        the tile begins. Either way `page_idx` gets its meaning."""
         axis = tensor.axes[len(tensor.axes) - len(shape)]
         given, size = coords[axis.label], self.fixed(axis.size)
         assert given.within is not None  # shapes.py has checked both
@@ -407,13 +415,14 @@ class Lowering(Body):
             place = self.scalars.binary("*", place, Scalar(integer(shape[0])), stmt.span)
         begins_a_tile = not given.in_elements and literal(first.term) == 0
         place = self.scalars.binary("+", first, place, stmt.span)
+        named = self.program.page_axis(stmt) is None
+        page_rows = gcd(size, shape[0]) if named and begins_a_tile else None
         if begins_a_tile and size % shape[0] == 0:
             page = self.scalars.binary("/", place, Scalar(integer(size)), stmt.span)
             self.scalars.define(PAGE, self.scalars.call("floor", [page]))
-            return None
+            return None, page_rows
         self.scalars.define(PAGE, Scalar(ir.PAGE_IDX))
-        named = self.program.page_axis(stmt) is None
-        return ir.Pages(place.as_int(stmt.span), size, named)
+        return ir.Pages(place.as_int(stmt.span), size, named), page_rows
 
     def _in_page(
         self,
@@ -430,20 +439,34 @@ class Lowering(Body):
         assert inside is not None
         return row, plus(row.as_int(stmt.span), inside)
 
+    def _all_pages(self, given: Coord, tensor: Tensor, size: Expr, stmt: tl.Copy) -> bool:
+        """Whether a range of rows is that of all pages along an axis."""
+        pages = self.program.page_axis(stmt)
+        if pages is None or given.within is None:
+            return False
+        rows = tl.Binary("*", pages.size, size)
+        full = self.positions.full
+        return given.within[0] == ZERO and full(given.within[1]) == full(rows)
+
     def _aligned(self, given: Coord, start: Scalar, tensor: Tensor) -> bool:
         """Whether a tile begins at a multiple of 16 bytes, as all do that are counted in tiles."""
-        first = literal(start.term) if start.whole else None
+        first = self._number(given, start)
         known = first is not None and first >= 0 and first * DTYPES[tensor.dtype] % 16 == 0
         return known or not given.in_elements
 
     def _fits(self, given: Coord, extent: Expr, start: Scalar, size: int) -> bool:
         """Whether a tile is inside of the tensor, whatever the problem."""
-        first, fixed = literal(start.term), self.fixed(extent)
+        first, fixed = self._number(given, start), self.fixed(extent)
         if fixed is None:
             return False
-        if not given.in_elements:
-            return fixed % size == 0
-        return first is not None and 0 <= first <= fixed - size
+        if first is None:
+            return not given.in_elements and fixed % size == 0
+        return 0 <= first <= fixed - size
+
+    def _number(self, given: Coord, start: Scalar) -> int | None:
+        """Where a tile begins, if that is a number."""
+        first = literal(start.term) if start.whole else None
+        return self.fixed(given.value) if first is None and given.in_elements else first
 
     def _before(self, start: Scalar, stmt: tl.Copy) -> Term | None:
         """The first row inside of the tensor; None where a tile cannot begin before the start."""

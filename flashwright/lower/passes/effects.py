@@ -34,6 +34,10 @@ class Effects:
         """All resources that are read or written."""
         return self.reads | self.writes
 
+    def without(self, resources: frozenset[Key]) -> Effects:
+        """The same without some tiles."""
+        return Effects(self.reads - resources, self.writes - resources)
+
     def conflicts(self, later: Effects) -> bool:
         """Whether something later has to stay behind this."""
         return bool(self.writes & later.all or self.reads & later.writes)

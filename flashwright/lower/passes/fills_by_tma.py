@@ -13,7 +13,7 @@ from functools import partial
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.report import NOT_AHEAD, Report
-from flashwright.lower.targets.hopper import Copies, missing_for_tma, mixed_ranges, report_copies
+from flashwright.lower.targets.hopper import Copies, missing_for_tma, mixed_maps, report_copies
 from flashwright.lower.targets.shared_memory import with_more
 from flashwright.program.program import Buffer, Key, Program
 
@@ -35,7 +35,7 @@ def through_rings(
         missing = [missing_for_tma(load, buffer) for load in loads]
         more = with_more(program, gpu, ring, buffer)
         why = next((m.text for m in missing if m and not m.shown_by_the_call), "")
-        why = why or ("some of its Copies name a range" if mixed_ranges(loads) else "")
+        why = why or ("some of its Copies name a range" if mixed_maps(loads) else "")
         why = why or ("" if more else "shared memory has no room for it")
         if more is None or why:
             text = f"`{dest[0]}` is not loaded ahead: {why}"

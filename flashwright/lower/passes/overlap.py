@@ -14,6 +14,9 @@ wait for it, as soon as its factors are known: the exponentials, which the speci
 slow with, leave room for it. For that a statement is taken apart into its assignments; names local
 to a row that both parts use become vectors.
 
+A tile that early and late products read (keys that are values as well) is held in two stages: its
+younger value comes while the late products still read the older one.
+
 A change of order is legal if it keeps every two statements in order that touch the same thing, one
 of them writing. `reason` says why a loop stays as it is.
 """
@@ -112,6 +115,8 @@ class Graph:
     """Items in program order, and which of them depend on which."""
 
     items: list[Item]
+    staged: frozenset[Key]
+    """Shared tiles with several stages."""
     before: list[set[int]] = field(default_factory=list)
     """For each item the numbers of all items that it depends on, directly or not."""
 
@@ -124,6 +129,16 @@ class Graph:
             }
             self.before.append(direct.union(*(self.before[n] for n in direct)))
 
+    def twice(self, late: set[int]) -> frozenset[Key]:
+        """The tiles that both early and late products read, the early ones as right operands, and
+        that are held in two stages for that."""
+        tiles = _tiles(self, late) & self.staged
+        others = [item for item in self.items if item.number not in late]
+        found = {k for k in tiles for item in others if k in item.effects.reads}
+        readers = [(k, i) for k in found for i in others if k in i.effects.reads]
+        bad = {k for k, i in readers if not i.gemm or i.gemm.right != k or i.gemm.left == k}
+        return frozenset(found - bad)
+
     def after(self, numbers: set[int]) -> set[int]:
         """The items that depend on one of these."""
         return {n for n, before in enumerate(self.before) if before & numbers}
@@ -133,11 +148,16 @@ class Graph:
 
 
 def pipelined(
-    loop: ir.Loop, zero: Callable[[Key], bool], names: Names, ping_pong: bool
+    loop: ir.Loop,
+    zero: Callable[[Key], bool],
+    names: Names,
+    ping_pong: bool,
+    staged: frozenset[Key] = frozenset(),
 ) -> Pipelined | Reason:
     """The loop in two stages. `zero` tells whether an accumulator is 0 before it. With `ping_pong`
-    warpgroups start their products one after the other."""
-    graph = Graph(items(loop.body))
+    warpgroups start their products one after the other. `staged` are the shared tiles with several
+    stages."""
+    graph = Graph(items(loop.body), staged)
     stages = _stages(graph)
     if isinstance(stages, Reason):
         return stages
@@ -168,12 +188,15 @@ def _stages(graph: Graph) -> tuple[set[int], set[int]] | Reason:
         node = graph.items[max(gemms)].node
         text = "the result of its last GEMM is used in the same iteration"
         return Reason(text, node.origin)
-    tiles = _tiles(graph, late)
+    both = graph.twice(late)
+    tiles = _tiles(graph, late) - both
     for item in graph.items:
         twice = [k for k in tiles if k in item.effects.reads and item.number not in late]
         if twice:
             text = f"`{twice[0][0]}` is read by its last GEMM and before that"
             help = "copy it a second time, under another name, for the last GEMM"
+            if twice[0] not in graph.staged:
+                help = "`with stages 2` holds it for both; or " + help
             return Reason(text, item.node.origin, help)
     late |= {i.number for i in graph.items if isinstance(i.node, ir.Await) and i.node.key in tiles}
     return early, late
@@ -236,11 +259,11 @@ def _order(graph: Graph, early: set[int], late: set[int]) -> _Order | Reason:
     last_late = max(n for n in late if graph.items[n].gemm)
     start = [n for n in sorted(late) if n <= last_late]
     settle = [n for n in sorted(late) if n > last_late]
-    late_effects = [graph.items[n].effects for n in late]
+    both = graph.twice(late)
 
     def held(n: int) -> bool:
         """Whether an item has to wait for the late stage of the iteration before."""
-        return any(e.conflicts(graph.items[n].effects) for e in late_effects)
+        return any(_across(graph, k, n, both) for k in late)
 
     bound = [n for n in stage0 if held(n)]
     head = _head(graph, stage0, early, set(bound))
@@ -265,6 +288,13 @@ def _order(graph: Graph, early: set[int], late: set[int]) -> _Order | Reason:
     rest = [n for n in stage0 if n not in {*placed, *give, *middle, *rescale}]
     order = _Order(head, sorted(early), start, middle, give, settle, rescale, rest)
     return order if _legal(graph, order, late) else _unordered(graph)
+
+
+def _across(graph: Graph, late: int, n: int, both: frozenset[Key]) -> bool:
+    """Whether an item has to stay behind a late one of the iteration before, which has another
+    stage of the tiles in `both`."""
+    one, other = (graph.items[k].effects.without(both) for k in (late, n))
+    return one.conflicts(other)
 
 
 def _unordered(graph: Graph) -> Reason:
@@ -329,11 +359,12 @@ def _legal(graph: Graph, order: _Order, late: set[int]) -> bool:
             same_stage = (n in late) == (item.number in late)
             if (same_stage or n in late) and place[n] > place[item.number]:
                 return False
+    both = graph.twice(late)
     return all(
         place[n] < place[m]
         for n in late
         for m in place
-        if m not in late and graph.items[n].effects.conflicts(graph.items[m].effects)
+        if m not in late and _across(graph, n, m, both)
     )
 
 
@@ -379,11 +410,13 @@ class _Writer:
         known = _known(middle)
         held = tuple(replace(n, known=known) if isinstance(n, ir.Release) else n for n in released)
         first = (*head, *early, *released, *middle, *anew, *rest)
+        both = self.graph.twice(late)
+        above, first_products = (_ahead(part, both) for part in (head, early))
         steady = (
-            *(*head, *wait, *early, *started, *signal, *middle, *held),
+            *(*above, *wait, *first_products, *started, *signal, *middle, *held),
             *(*settle, *again, *rest),
         )
-        tiles = frozenset(_tiles(self.graph, late))
+        tiles = frozenset(_tiles(self.graph, late)) - both
         return Pipelined(first, steady, (*started, *settle, *last), tiles)
 
     def _nodes(self, numbers: Sequence[int]) -> tuple[ir.Statement, ...]:
@@ -451,6 +484,17 @@ class _Writer:
         nodes[number] = replace(made, kept=(*made.kept, variable(kept)))
         for n in users:
             nodes[n] = _renamed(nodes[n], {name.term: kept})
+
+
+def _ahead(nodes: Sequence[ir.Statement], keys: frozenset[Key]) -> tuple[ir.Statement, ...]:
+    """Waits for the younger values of these tiles, and products that read them."""
+
+    def change(node: ir.Statement) -> ir.Statement:
+        if isinstance(node, ir.Await):
+            return replace(node, ahead=node.key in keys)
+        return replace(node, ahead=node.right in keys) if isinstance(node, ir.Gemm) else node
+
+    return tuple(map(change, nodes))
 
 
 def _exact_vector(assign: ir.Assign) -> bool:

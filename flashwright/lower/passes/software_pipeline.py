@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from flashwright.lower import ir
 from flashwright.lower.element import Element, Leaf, Op
@@ -94,7 +95,9 @@ class SoftwarePipeline:
         if not self.split:
             taken = _masked_throughout(taken)
         if self.overlap:
-            found = pipelined(taken, lambda key: _is_zero(before, key), self.names, self.ping_pong)
+            staged = frozenset(k for k, b in self.program.buffers.items() if b.stages > 1)
+            zero = partial(_is_zero, before)
+            found = pipelined(taken, zero, self.names, self.ping_pong, staged)
         line = loop.origin.lines[0] if loop.origin.lines else 0
         if isinstance(found, Reason):
             again = live_before(loop.body, frozenset()) | live

@@ -231,12 +231,13 @@ def _in_need_order(
 def _staged(node: ir.Statement, keys: set[Key], program: Program) -> ir.Statement:
     """A reader of rings, at the stage that is read now."""
 
-    def stage(key: Key) -> Term | None:
+    def stage(key: Key, ahead: bool = False) -> Term | None:
         ring = key in keys and program.buffers[key].stages > 1
-        return RingStage(ring_name(key)) if ring else None
+        return RingStage(ring_name(key), ahead) if ring else None
 
     if isinstance(node, ir.Gemm):
-        left, right = stage(node.left) or node.left_stage, stage(node.right) or node.right_stage
+        left = stage(node.left) or node.left_stage
+        right = stage(node.right, node.ahead) or node.right_stage
         return replace(node, left_stage=left, right_stage=right)
     if isinstance(node, (ir.Move, ir.Restage)) and node.source[1] == "shared":
         return replace(node, stage=stage(node.source))

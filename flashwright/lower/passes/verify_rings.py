@@ -44,6 +44,8 @@ class _Rings:
     loose: set[Key]
     here: set[Key] = field(default_factory=set)
     """Tiles that have been waited for and not been handed back."""
+    two: set[Key] = field(default_factory=set)
+    """Those of which two values are held."""
 
     def body(self, body: Body) -> None:
         for node in body:
@@ -55,6 +57,10 @@ class _Rings:
                 self._loop(node)
             case ir.Branch():
                 self._branch(node)
+            case ir.Await(key, ahead=True):
+                if key not in self.here - self.loose or key in self.two:
+                    raise BadIR(self.stage, node, f"{key[0]} is waited for ahead of no value")
+                self.two.add(key)
             case ir.Await(key):
                 if key in self.here and key not in self.loose:
                     raise BadIR(self.stage, node, f"{key[0]} is waited for twice")
@@ -62,9 +68,13 @@ class _Rings:
             case ir.Release(key):
                 if key not in self.here:
                     raise BadIR(self.stage, node, f"{key[0]} is handed back, but not held")
-                self.here.discard(key)
+                (self.two if key in self.two else self.here).discard(key)
             case ir.Refill(key) | ir.Drain(key):
                 self.here.discard(key)
+            case ir.Gemm(right=key, ahead=True) | ir.Start(ir.Gemm(right=key, ahead=True)) if (
+                key not in self.two
+            ):
+                raise BadIR(self.stage, node, f"{key[0]} is read ahead and was not waited for")
             case ir.Gemm() | ir.Start() | ir.Move() | ir.Store() | ir.Compute():
                 missing = (effects(node).reads & self.ring) - self.here
                 if missing:
@@ -72,22 +82,23 @@ class _Rings:
                     raise BadIR(self.stage, node, text)
 
     def _loop(self, node: ir.Loop) -> None:
-        before = set(self.here)
+        before, two = set(self.here), set(self.two)
         loosely = {n.key for n in ir.flat(node.body) if isinstance(n, ir.Refill)}
         self.here -= loosely  # of the iteration before
         self.body(node.body)
-        differ = (self.here ^ before) - self.loose
+        differ = ((self.here ^ before) - self.loose) | (self.two ^ two)
         if differ:
             text = f"{min(differ)[0]} is held at one end of the loop only"
             raise BadIR(self.stage, node, text)
         self.here = {*(before - self.loose), *(before & self.here)}
 
     def _branch(self, node: ir.Branch) -> None:
-        before = set(self.here)
+        before, two = set(self.here), set(self.two)
         self.body(node.then)
         then, self.here = self.here, before
+        both, self.two = self.two, two
         self.body(node.orelse)
-        differ = (then ^ self.here) - self.loose
+        differ = ((then ^ self.here) - self.loose) | (both ^ self.two)
         if differ:
             raise BadIR(self.stage, node, f"{min(differ)[0]} is held behind one arm only")
         self.here &= then

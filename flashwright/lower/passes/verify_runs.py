@@ -183,8 +183,8 @@ def _events(body: Body, env: Mapping[str, Any]) -> list[Event]:
                 found.append(("await", landing(key), node))
                 found.append(("fill", (key, None), node))
                 found.append(("release", landing(key), node))
-            case ir.Await(key):
-                found.append(("await", key, node))
+            case ir.Await(key, ahead):
+                found.append(("await ahead" if ahead else "await", key, node))
             case ir.Release(key):
                 found.append(("release", key, node))
             case ir.Refill(key) | ir.Drain(key):
@@ -245,7 +245,7 @@ class _Run:
         self.users: dict[Key, list[_Actor]] = {}
         for actor in actors:
             for kind, key, _ in actor.events:
-                if kind in ("await", "release", "refill", "drain"):
+                if kind in ("await", "await ahead", "release", "refill", "drain"):
                     users = self.users.setdefault(key, [])
                     if actor not in users:
                         users.append(actor)
@@ -282,8 +282,8 @@ class _Run:
                 dest, source = what
                 values, n = self.filled.get(source, []), actor.taken.get(source, 0)
                 return n < len(values) and self._fill(dest, (MADE, values[n]))
-            case "await":
-                return self._is_full(actor, what)
+            case "await" | "await ahead":
+                return self._is_full(actor, what, ahead=kind == "await ahead")
             case "release":
                 return self._hand_back(actor, what)
             case "refill" | "drain":
@@ -324,8 +324,8 @@ class _Run:
         values.append(content)
         return True
 
-    def _is_full(self, actor: _Actor, key: Key) -> bool:
-        return len(self.filled.get(key, [])) > actor.taken.get(key, 0)
+    def _is_full(self, actor: _Actor, key: Key, ahead: bool = False) -> bool:
+        return len(self.filled.get(key, [])) > actor.taken.get(key, 0) + ahead
 
     def _hand_back(self, actor: _Actor, key: Key) -> bool:
         if not self._is_full(actor, key):
@@ -343,6 +343,7 @@ class _Run:
         for key in shared_reads(what):
             if key in self.users:
                 values, n = self.filled.get(key, []), actor.taken.get(key, 0)
+                n += isinstance(what, ir.Gemm) and what.ahead and key == what.right
                 if n >= len(values):
                     raise BadIR(STAGE, node, f"{key[0]} is read before it is filled")
                 actor.read.setdefault((what.origin.lines, key), []).append(values[n])

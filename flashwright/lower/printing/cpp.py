@@ -47,8 +47,8 @@ def _text(x: Term) -> tuple[str, int]:
             return name, ATOM
         case At(name, axes):
             return f"{name}({', '.join(sorted(axes))})", ATOM
-        case RingStage(ring):
-            return f"{ring}.stage", ATOM
+        case RingStage(ring, ahead):
+            return f"{ring}.{'ahead()' if ahead else 'stage'}", ATOM
         case Unary(op, operand):
             inner, level = _text(operand)
             return f"{op}{inner if level >= ATOM else f'({inner})'}", UNARY

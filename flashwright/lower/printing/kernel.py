@@ -10,6 +10,7 @@ from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
 from flashwright.lower import ir
+from flashwright.lower.launch_plan import COUNTER
 from flashwright.lower.names import (
     EXCHANGE,
     by_tma,
@@ -34,8 +35,8 @@ WIDTH = 100
 # Registers of a producer and of a consumer thread, by consumer warpgroups: setmaxnreg.
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
 REGISTERS_WIDE = {1: (0, 0), 2: (32, 232), 3: (32, 160)}  # where a tile is more than 4 boxes,
-REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where there are helper warps,
-REGISTERS_STAGING = {1: (0, 0), 2: (56, 224), 3: (56, 152)}  # and where these compute
+REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where are helpers or a queue,
+REGISTERS_STAGING = {1: (0, 0), 2: (56, 224), 3: (56, 152)}  # and helper warps with more to do
 LOOSEST = (("?", ":"), ("||",), ("&&",), ("|",), ("&",), ("+", "-"))
 BREAKS = re.compile(  # an angle bracket stands right behind a name, a comparison between spaces
     r"(?P<open>[({\[]|(?<=\w)<)|(?P<close>[)}\]]|(?<=\S)>)|(?P<comma>,)|(?P<end>;(?= ))"
@@ -86,6 +87,7 @@ class Printer:
         blocks: int,
         rings: dict[Key, int] | None = None,
         epilogue: int | None = None,
+        queue: int = 0,
     ) -> None:
         self.program = program
         self.gpu = gpu
@@ -93,6 +95,7 @@ class Printer:
         self.offsets = offsets
         self.blocks = blocks
         self.rings = rings or {}
+        self.queue = queue
         self.context = Context(program, kernel, gpu.cp_async, bool(rings), epilogue)
         self.local: dict[int, list[Key]] = {}  # by loop, the accumulators that it declares
 
@@ -160,11 +163,15 @@ class Printer:
             buffer = self.program.buffers[where[0]]
             rows, cols = (self._size(buffer, axis) for axis in (0, 1))
             shown = cols if piece.width == buffer.shape[1] else str(piece.width)
+            if piece.window.pages is not None:
+                rows = str(piece.window.page_rows)
             yield f"  fw::Map {self.context.maps[where]};  // tiles of {rows} x {shown}"
         for tensor in (*self.program.tensors.values(), *self.program.counters.values()):
             sizes = ", ".join(format_expr(a.size) for a in tensor.axes)
             kind = f"fw::Global<{CPP_TYPES[tensor.dtype]}, {len(tensor.axes)}>"
             yield f"  {kind} {cpp(tensor.name)};  // ({sizes})"
+        if self.kernel.sequences is not None:
+            yield f"  int* {COUNTER};  // by thread blocks, beyond their first ones"
         yield f"  int {', '.join(map(cpp, self.program.dims))};"
         yield "};"
         yield ""
@@ -189,6 +196,8 @@ class Printer:
         for key, buffer in self.program.buffers.items():
             if not self.rings or buffer.space == "shared":
                 page.write(self._declare(key, buffer), _lines(buffer.declared), 1)
+        if self.kernel.sequences is not None:
+            page.write([f"fw::TileQueue const tile_queue(shared + {self.queue});"], None, 1)
         if not self.rings:
             page.write(self._turns(), None, 1)
             self._places(page, used)
@@ -212,7 +221,7 @@ class Printer:
     def _roles(self, page: Page, node: ir.Roles) -> None:
         """The producer warpgroup returns when it is done; the rest of the kernel is the
         consumers'."""
-        producer, consumer = register_counts(self.program, node)
+        producer, consumer = register_counts(self.program, self.kernel, node)
         if page.text[-1]:
             page.write([""])
         for key in sorted(self.context.tma_optional):
@@ -220,11 +229,14 @@ class Printer:
             page.write([f"bool const {by_tma(key)} = {' && '.join(given)};"], None, 1)
         page.write(["if (threadIdx.x == 0) {"], None, 1)
         page.write([f"{ring_name(key)}.init({self._users(key)});" for key in self.rings], None, 2)
+        if self.kernel.sequences is not None:
+            helpers = " + fw::helpers" if node.helpers else ""
+            page.write([f"tile_queue.init(Warps{helpers});"], None, 2)
         page.write(["}", "fw::rings_ready();", "", "if (threadIdx.x >= 32 * Warps) {"], None, 1)
         if producer:
             page.write([f"fw::dealloc_registers<{producer}>();"], None, 2)
         page.write(["if (fw::is_producer<Warps>()) {"], None, 2)
-        self._scheduled(page, node.producer, 3)
+        self._scheduled(page, node.producer, 3, producer=True)
         if node.helpers:
             page.write(["} else if (fw::is_helper<Warps>()) {"], None, 2)
             self._scheduled(page, node.helpers, 3)
@@ -270,11 +282,13 @@ class Printer:
         kinds = (ir.Release, ir.Drain)
         return {n.key for n in ir.flat(roles.consumers) if isinstance(n, kinds)}
 
-    def _scheduled(self, page: Page, body: tuple[ir.Statement, ...], indent: int) -> None:
+    def _scheduled(
+        self, page: Page, body: tuple[ir.Statement, ...], indent: int, producer: bool = False
+    ) -> None:
         """A role's work, for each tile of the grid that the scheduler gives its thread block."""
         part, lines, grid = Page([""], [None]), _lines(self.program.grid), self.kernel.grid
         self._body(part, body, indent + 1)
-        page.write([f"{tile_loop(self.kernel)} {{"], lines, indent)
+        page.write([f"{tile_loop(self.kernel, producer)} {{"], lines, indent)
         for axis, letter in zip(grid, "xyz", strict=False):
             if axis.name in part.names:
                 low = "" if axis.low == ZERO else f"{text(axis.low)} + "
@@ -393,28 +407,38 @@ class Printer:
         page.write(["}"], lines, indent)
 
 
-def tile_loop(kernel: ir.Kernel) -> str:
-    """The head of the loop over a thread block's tiles (device/fw/tile_scheduler.cuh)."""
+def tile_loop(kernel: ir.Kernel, producer: bool = False) -> str:
+    """The head of the loop over a thread block's tiles (device/fw/tile_scheduler.cuh). Tiles of
+    sequences are taken by the producer, and handed on."""
     counts = [text(axis.count) for axis in kernel.grid]
     first = ", true" if kernel.waves > 0 and kernel.grid[0].longest == "first" else ""
     kind = f"TileScheduler<{kernel.waves}{first}>"
-    if kernel.sequences is not None:
+    if kernel.sequences is not None and producer:
         order = {None: "even", "last": "rising", "first": "falling"}[kernel.grid[0].longest]
-        kind = f"SequenceScheduler<{kernel.sequences.rows}, fw::Order::{order}>"
-        counts[0] = f"p.{cpp(kernel.sequences.starts)}"
+        kind = f"TilesToTake<{kernel.sequences.rows}, fw::Order::{order}>"
+        counts = [f"p.{cpp(kernel.sequences.starts)}", *counts[1:], "tile_queue", f"p.{COUNTER}"]
+    elif kernel.sequences is not None:
+        kind, counts = "TakenTiles", ["tile_queue"]
     return f"for (fw::{kind} tile({', '.join(counts)}); tile.more(); tile.next())"
 
 
-def register_counts(program: Program, roles: ir.Roles) -> tuple[int, int]:
+def register_counts(program: Program, kernel: ir.Kernel, roles: ir.Roles) -> tuple[int, int]:
     """What setmaxnreg leaves a producer thread and gives a consumer one; 0 where it is not used."""
     groups = program.warps // 4
     if any(_by_element(n) for n in ir.flat(roles.helpers)):
         return REGISTERS_STAGING[groups]
-    if roles.helpers:
+    if roles.helpers and _wide(program, roles.helpers):
+        return REGISTERS_STAGING[groups]
+    if roles.helpers or kernel.sequences is not None:
         return REGISTERS_HELPED[groups]
-    loads = (n for n in ir.flat(roles.producer) if isinstance(n, ir.Load))
-    wide = any(program.buffers[n.dest].shape[-1] > 256 for n in loads)
+    wide = _wide(program, roles.producer)
     return (REGISTERS_WIDE if wide else REGISTERS)[groups]
+
+
+def _wide(program: Program, body: tuple[ir.Statement, ...]) -> bool:
+    """Whether some copied tile is more than 4 boxes of TMA wide."""
+    loads = (n for n in ir.flat(body) if isinstance(n, ir.Load))
+    return any(program.buffers[n.dest].shape[-1] > 256 for n in loads)
 
 
 def _by_element(node: ir.Statement) -> bool:

@@ -127,7 +127,21 @@ class Context:
 
     def coordinates(self, window: ir.Window) -> str:
         """Where a tile begins, as TMA is told."""
+        if window.pages is not None:
+            return self._page_boxes(window, window.pages)
         return ", ".join(map(text, window.coordinates))
+
+    def _page_boxes(self, window: ir.Window, pages: ir.Pages) -> str:
+        """The same of a tile in several pages."""
+        assert window.rows is not None  # they have a range
+        _, *outer, _, column = map(text, window.coordinates)
+        page = f"fw::coordinates({', '.join(outer)})"
+        of = f"[&](int {ir.PAGE_IDX.name}) {{ return {page}; }}"
+        sizes, place = (
+            f"{pages.size}, {window.page_rows}",
+            f"{text(pages.first)}, {text(window.rows)}",
+        )
+        return f"fw::page_boxes<{sizes}>({place}, {of}), {column}"
 
     def rows(self, window: ir.Window, key: Key) -> str:
         """Which rows of a tile are inside."""
@@ -217,7 +231,8 @@ def _load(at: Context, node: ir.Load) -> Lines:
     elif at.roles:
         tile, ring, of = tile_name(node.dest), ring_name(node.dest), at.map(node.dest, node.window)
         when = f"if ({by_tma(node.dest)}) " if node.tma_optional else ""
-        yield f"{when}fw::fetch({tile}, {ring}, p.{of}, {at.coordinates(node.window)});"
+        start = at.coordinates(node.window)
+        yield f"{when}fw::fetch({tile}, {ring}, p.{of}, {start});"
     elif not node.window.chunked:
         inside = f"{at.rows(node.window, node.dest)}, {at.cols(node.window, node.dest)}"
         yield f"fw::copy_elements<Threads>({dest}, {source}, {inside});"
@@ -237,7 +252,8 @@ def _pieces(at: Context, node: ir.Load) -> Lines:
         columns = f"{piece.column}, {piece.width}"
         source, inside = at.window(piece.window), at.inside(piece.window, node.dest)
         if at.roles:
-            of, start = at.map(node.dest, piece.window, piece.column), at.coordinates(piece.window)
+            of = at.map(node.dest, piece.window, piece.column)
+            start = at.coordinates(piece.window)
             yield f"fw::fetch_columns<{columns}>({tile}, {ring}, p.{of}, {start});"
         elif at.asynchronous:
             yield f"fw::copy_columns_async<Threads, {columns}>({dest}, {source}, {inside});"
@@ -474,7 +490,9 @@ RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ir.Commit: lambda at, node: iter(["fw::commit();"]),
     ir.Wait: lambda at, node: iter([f"fw::wait<{node.left}>();"]),
     ir.Barrier: lambda at, node: iter(["__syncthreads();"]),
-    ir.Await: lambda at, node: iter([f"{ring_name(node.key)}.wait();"]),
+    ir.Await: lambda at, node: iter(
+        [f"{ring_name(node.key)}.wait{'_ahead' if node.ahead else ''}();"]
+    ),
     ir.Release: _release,
     ir.Refill: lambda at, node: iter([f"{ring_name(node.key)}.refill();"]),
     ir.Drain: lambda at, node: iter([f"{ring_name(node.key)}.drain();"]),

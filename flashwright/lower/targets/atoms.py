@@ -59,8 +59,8 @@ def check_registers(
     program: Program, sides: Mapping[Key, ir.Side], split: Set[Key], why: str
 ) -> None:
     """Rows are dealt to the warps 16 at a time, columns to the threads of a row 8 at a time; the
-    columns of tiles in `split` to warpgroups before that. Tiles that are converted a few elements at
-    a time are in no registers. `why` there is no wgmma, if not."""
+    columns of tiles in `split` to warpgroups before that. Tiles that are converted a few elements
+    at a time are in no registers. `why` there is no wgmma, if not."""
     warps, passing = program.warps, converted_tiles(program)
     for key, buffer in program.buffers.items():
         if buffer.space != "register" or key in passing:

@@ -15,6 +15,8 @@ from flashwright.program.vocabulary import DTYPES
 WIDEST = 256  # columns of one wgmma
 MOST_GROUPS = 3
 MOST_AXES = 5  # of a tensor map
+MOST_BOXES = 16  # of a tile in pages: the producer has a register for each
+SWIZZLE_ROWS = 8  # the swizzle begins again
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def copies(
         edit = ParamEdit("Warps", wanted) if wanted else None
         report.remark(NO_WGMMA, text, line_of(body, ir.Gemm), help, edit)
     written = {n.dest for n in nodes if isinstance(n, (ir.Move, ir.Restage))}
-    mixed = mixed_ranges(nodes)
+    mixed = mixed_maps(nodes)
     for node in nodes:
         checks: list[_Check] = []
         if isinstance(node, ir.Load):
@@ -89,11 +91,19 @@ def copies(
     return Copies(helped, frozenset(ways["tma_optional"]) - helped) if fine else None
 
 
-def mixed_ranges(nodes: Sequence[ir.Statement]) -> frozenset[Key]:
-    """The tiles that some copies load from a range and others do not: a tensor map has one form."""
-    loads = [n for n in nodes if isinstance(n, ir.Load)]
-    ranged = {n.dest for n in loads if any(w.last is not None for w in n.windows)}
-    return frozenset(n.dest for n in loads if any(w.last is None for w in n.windows)) & ranged
+def mixed_maps(nodes: Sequence[ir.Statement]) -> frozenset[Key]:
+    """The tiles that some copies load from a range, or from pages, and others do not: a tensor map
+    has one form."""
+    forms: dict[Key, set[object]] = {}
+    for node in (n for n in nodes if isinstance(n, ir.Load)):
+        forms.setdefault(node.dest, set()).update(map(_map_form, node.windows))
+    return frozenset(key for key, found in forms.items() if len(found) > 1)
+
+
+def _map_form(window: ir.Window) -> tuple[bool, int | None]:
+    """What a tensor map depends on beside its tensor and the tile."""
+    in_range = window.last is not None and window.page_rows is None
+    return in_range, window.page_rows
 
 
 def missing_for_tma(node: ir.Load, buffer: Buffer, transposed: bool = False) -> _Check | None:
@@ -144,9 +154,7 @@ def _by_tma(dest: Key, window: ir.Window, buffer: Buffer) -> list[_Check]:
                f"the offset of `{window.tensor.name}` is no multiple of the view's size",
                "give the tensor axes for batch and head, and coordinates on them"),
         _Check(len(buffer.shape) == 2, f"`{name}` is a vector"),
-        _Check(window.pages is None, f"a tile of `{window.tensor.name}` may lie in several pages",
-               "let a page be as long as the tile, or longer by a whole factor"
-               if window.pages is not None and window.pages.named else ""),
+        *_in_pages(window, buffer),
         _Check(window.last is None or window.first_row is None,
                f"the tile of `{window.tensor.name}` may begin before its range"),
         _Check(window.cols is None or window.aligned,
@@ -158,6 +166,22 @@ def _by_tma(dest: Key, window: ir.Window, buffer: Buffer) -> list[_Check]:
         _Check(2 <= axes <= MOST_AXES, f"a tensor map has 2 to {MOST_AXES} axes, not {axes}"),
         _Check(buffer.shape[0] <= 256, f"`{name}` has {buffer.shape[0]} rows, a box at most 256"),
     ]  # fmt: skip
+
+
+def _in_pages(window: ir.Window, buffer: Buffer) -> list[_Check]:
+    """What TMA needs of rows that lie in several pages: boxes of rows that lie in one."""
+    if window.pages is None:
+        return []
+    tile, rows = f"a tile of `{window.tensor.name}`", window.page_rows
+    if rows is None:
+        hint = "count its coordinate in tiles, from position 0 on" if window.pages.named else ""
+        return [_Check(False, f"{tile} may lie in several pages", hint)]
+    boxes = buffer.shape[0] // rows
+    pages = f"pages of {window.pages.size} cut {tile} into {boxes} boxes of {rows} rows"
+    return [
+        _Check(rows % SWIZZLE_ROWS == 0, f"{pages}, no multiple of {SWIZZLE_ROWS}"),
+        _Check(boxes <= MOST_BOXES, f"{pages}, more than {MOST_BOXES}", "let the page be longer"),
+    ]
 
 
 def _whole_rows(window: ir.Window, unit: int) -> bool:

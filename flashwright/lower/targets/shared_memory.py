@@ -13,6 +13,7 @@ from flashwright.lower.targets.atoms import shared_layout
 from flashwright.program.program import Buffer, Key, Program
 
 BARRIERS = 16  # bytes, for each stage of a ring
+QUEUE = 64  # bytes of a TileQueue: device/fw/tile_scheduler.cuh
 EPILOGUE_OF_A_WARP, ALIGNED = 2048, 1024  # bytes: device/fw/epilogue.cuh
 
 
@@ -63,6 +64,14 @@ def _needed(program: Program) -> int:
     stages = {key: buffer.stages for key, buffer in program.buffers.items()}
     shared = sum(stages[key] for key in stages if key[1] == "shared")
     return shared_layout(program, stages)[1] + BARRIERS * shared
+
+
+def with_queue(gpu: Gpu, kernel: ir.Kernel, begin: int) -> tuple[ir.Kernel, int]:
+    """The kernel, and where in shared memory its queue of tiles ends, if it has one. Without room
+    for it, it goes through the whole grid."""
+    if kernel.sequences is None or begin + QUEUE > gpu.shared_per_block:
+        return replace(kernel, sequences=None), begin
+    return kernel, begin + QUEUE
 
 
 def epilogue_offset(
