@@ -135,10 +135,11 @@ class _Wrapper:
     ) -> tuple[dict[str, Any], Any]:
         """The arguments of a function of ours, and what O is multiplied by."""
         named: dict[str, Any] = {**plan.settings, "sink": sinks}
+        scales = {name: factor for name, factor in scales.items() if not _is_one(factor)}
         if window is not None:
             named["window_size"] = _window(window, bool(named["causal"]))
-        factors = [scales["q_scale"], scales["k_scale"]]
-        after = scales["v_scale"]
+        factors = [scales.get("q_scale"), scales.get("k_scale")]
+        after = scales.get("v_scale")
         if k.dtype in CACHE_TYPES:
             named |= {"k_descale": factors.pop(), "v_descale": after}
             after = None
@@ -159,6 +160,10 @@ class _Wrapper:
             return result
         logs = (logs * log2(euler)).contiguous()
         return result, logs if lse is None else lse.copy_(logs)
+
+
+def _is_one(factor: Any) -> bool:
+    return not isinstance(factor, torch.Tensor) and factor == 1
 
 
 def _scale(scale: float | None, width: int) -> float:

@@ -238,6 +238,14 @@ def test_states_of_parts_of_the_keys() -> None:
         flashwright.merge_states(*rows[0], rows[1][0], rows[1][1].mT)
 
 
+def test_the_usual_scale_needs_no_kernel_of_its_own(on_gpu: Any) -> None:
+    q, keys, lengths = problem()
+    caches = in_entries(keys)
+    for scale in (None, 0.125, 64**-0.5):
+        on_gpu(q, *caches, cache_seqlens=lengths, softmax_scale=scale)
+    assert len(kernels._KERNELS) == 1
+
+
 def test_entries_and_padding(on_gpu: Any) -> None:
     """Sequences whose entries lie elsewhere, with unused positions before their keys."""
     q, keys, lengths = problem()
