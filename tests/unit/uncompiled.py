@@ -140,6 +140,7 @@ def interpret_operators(patch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
     again = bound.Bound.__call__
     patch.setattr(kernels, "_look", lambda: look)
+    patch.setattr(kernels, "_READY", {})
     patch.setattr(bound.Bound, "__call__", call)
     patch.setattr(steps, "launcher", lambda: SimpleNamespace(in_order=in_order))
     patch.setattr(operator._Package, "load", load)
