@@ -153,10 +153,12 @@ def pipelined(
     names: Names,
     ping_pong: bool,
     staged: frozenset[Key] = frozenset(),
+    meeting: bool = False,
 ) -> Pipelined | Reason:
     """The loop in two stages. `zero` tells whether an accumulator is 0 before it. With `ping_pong`
     warpgroups start their products one after the other. `staged` are the shared tiles with several
-    stages."""
+    stages. Where warpgroups are `meeting` in each iteration, the rescale is put off as well: to the
+    next iteration's first products, which it does not hold up."""
     graph = Graph(items(loop.body), staged)
     stages = _stages(graph)
     if isinstance(stages, Reason):
@@ -164,6 +166,8 @@ def pipelined(
     order = _order(graph, *stages)
     if isinstance(order, Reason):
         return order
+    if meeting:
+        order = _with_late_rescale(graph, order, stages[1])
     return _Writer(graph, order, zero, names, ping_pong).write(loop)
 
 
@@ -251,6 +255,17 @@ class _Order:
     rescale: list[int]
     """What is done with the late products' accumulators."""
     rest: list[int]
+    rescale_late: bool = False
+    """The rescale stands before the late products, in the next iteration."""
+
+
+def _with_late_rescale(graph: Graph, order: _Order, late: set[int]) -> _Order:
+    """The order with the rescale right before the late products, if nothing else needs it."""
+    moved = {*order.rescale}
+    found = replace(order, rescale_late=True)
+    alone = moved and graph.after(moved) <= late | moved
+    plain = not any(isinstance(graph.items[n].node, ir.Compute) for n in order.settle)
+    return found if alone and plain and _legal(graph, found, late | moved) else order
 
 
 def _order(graph: Graph, early: set[int], late: set[int]) -> _Order | Reason:
@@ -349,8 +364,11 @@ def _with_cheap(graph: Graph, stage0: list[int], middle: list[int], done: set[in
 
 def _legal(graph: Graph, order: _Order, late: set[int]) -> bool:
     """Whether every item stands behind what it depends on, in this iteration or the one before."""
-    steady = [*order.head, *order.early, *order.late, *order.middle, *order.give]
-    steady += [*order.settle, *order.rescale, *order.rest]
+    started, settled = order.late, [*order.settle, *order.rescale]
+    if order.rescale_late:
+        started, settled = [*order.rescale, *order.late], order.settle
+    steady = [*order.head, *order.early, *started, *order.middle, *order.give]
+    steady += [*settled, *order.rest]
     place = {n: position for position, n in enumerate(steady)}
     if sorted(steady) != list(range(len(graph.items))):
         return False
@@ -392,7 +410,7 @@ class _Writer:
                 text = "what is deferred to the next iteration depends on the loop's variable"
                 return Reason(text, self.graph.items[n].node.origin)
         middle, rescale, rest = self._together(order.middle, order.rescale, order.rest)
-        settle = self._nodes(order.settle)
+        settle, started = self._nodes(order.settle), self._nodes(order.late)
         anew = () if self._stays_zero(rescale) else rescale
         again: tuple[ir.Statement, ...] = rescale
         last: tuple[ir.Statement, ...] = ()
@@ -402,10 +420,12 @@ class _Writer:
                 return Reason("an fp8 sum is changed in more than one way", rescale[0].origin)
             anew, again, last = stepped
             settle = tuple(n for n in settle if not isinstance(n, ir.Compute))
+        if order.rescale_late:
+            started, anew, again = (*rescale, *started), (), ()
         wait, signal = (
             ((ir.PingPong(step),) for step in ("wait", "signal")) if self.ping_pong else ((), ())
         )
-        head, early, started = (self._nodes(part) for part in (order.head, order.early, order.late))
+        head, early = (self._nodes(part) for part in (order.head, order.early))
         released = self._nodes(order.give)
         known = _known(middle)
         held = tuple(replace(n, known=known) if isinstance(n, ir.Release) else n for n in released)

@@ -164,6 +164,7 @@ def _consumers(
         ping_pong=ping_pong,
         split=schedule.split_masked,
         exits=not split,
+        meeting=split,
     )
     ringed = verifier.consumers(consuming(met, keys), "rings", program)
     found = verifier.consumers(pipeline.run(ringed), "software pipelining", program)
