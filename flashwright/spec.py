@@ -246,7 +246,8 @@ class AttentionSpec(BaseModel):
             return ""
         queries = "packed sequences" if self.packed else "sequences of any number of keys"
         if self.decode is not None:
-            queries = f"decode of {self.decode} quer{'y' if self.decode == 1 else 'ies'}"
+            one = self.decode == 1
+            queries = "decode of 1 query" if one else f"decode of up to {self.decode} queries"
         if self.page is not None:
             return f"{queries}, keys in pages of {self.page}"
         return f"{queries}, keys in a cache" if self.batch.lengths else queries

@@ -139,6 +139,9 @@ def _order(
     if meant[0].reference is not None:
         text = "a spec with a reference has no problems to time"
         raise Failed(Diagnostic("FW904", text, help="tune a package of the built-in variants"))
+    if meant[0].batch is not None:
+        text = f"{meant[0].in_words}: `tune` measures rectangular batches"
+        raise Failed(Diagnostic("FW904", text, help="tune the kernel for rectangular batches"))
     if tiling_of(program) is None:
         text = f"{file} has no params {' and '.join(NEEDED)}: its tiles cannot be changed"
         hint = f"call its row tile {NEEDED[0]} and its column tile {NEEDED[1]}"

@@ -3,8 +3,9 @@
     for kernel in warm("meta-llama/config.json", "h200"):
         print(kernel.folder, kernel.spec.in_words)
 
-Nothing of transformers is needed. The specs are those that flex/transformers.py asks for when the
-model runs, so that its first call finds the kernels in the store.
+Nothing of transformers is needed. The specs are those that flex/transformers.py and
+serving/decode_layers.py ask for when the model runs, so that its first calls find the kernels in
+the store.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 
 from flashwright.flex.task import DTYPES
 from flashwright.generate import store
+from flashwright.generate.packed import PackedOrder
+from flashwright.generate.packed_sizes import batch_of_few
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.spec import AttentionSpec, BadSpec, scale_of
@@ -65,11 +68,24 @@ def warm(
     emulation. Raises Failed if the config cannot be used or a kernel cannot be made.
     """
     content = config if isinstance(config, Mapping) else read_config(config)
-    for spec in specs_of(content, dtype):
-        for order in (store.Order(spec, gpu), *([_padded(spec, gpu)] if padded else ())):
-            there = store.find(order)
-            folder = there or store.find_or_make(order, tell, verified)
-            yield ModelKernel(spec, folder, there is None, order.mods is not None)
+    specs = specs_of(content, dtype)
+    steps = dict.fromkeys(step_of(spec) for spec in specs)
+    orders: list[tuple[AttentionSpec, store.Order | PackedOrder]] = [
+        *((spec, store.Order(spec, gpu)) for spec in specs),
+        *((spec, _padded(spec, gpu)) for spec in specs if padded),
+        *((spec, PackedOrder(spec, gpu)) for spec in steps),
+    ]
+    for spec, order in orders:
+        there = store.find(order)
+        folder = there or store.find_or_make(order, tell, verified)
+        yield ModelKernel(spec, folder, there is None, order.mods is not None)
+
+
+def step_of(spec: AttentionSpec) -> AttentionSpec:
+    """The spec of a layer's decode steps, with padding or without: its mask is a range of keys,
+    which is data."""
+    every = spec.model_copy(update={"causal": False, "window": None})
+    return every.of_sequences(batch_of_few(1, spec.group, spec.value_dim))
 
 
 def _padded(spec: AttentionSpec, gpu: Gpu) -> store.Order:

@@ -14,6 +14,7 @@ from flashwright.files import sha256
 from flashwright.generate.backward import BackwardOrder, built
 from flashwright.generate.folder import write_package
 from flashwright.generate.packed_sizes import rectangular, rewritten, sequenced
+from flashwright.generate.store import Order
 from flashwright.gpu import Gpu
 from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
@@ -66,7 +67,10 @@ class PackedOrder:
         return f"{self.spec.in_words}{own}; {self.gpu.title}"
 
     def make(self, folder: Path, verified: bool) -> None:
-        """Write the package."""
+        """Write the package; `verified` as `generate` makes it, with a verdict."""
+        if verified:
+            Order(self.spec, self.gpu, self.mods).make(folder, verified)
+            return
         sketch = write_sketch(self.spec, self.mods)
         with fitting():
             made = rewritten(sketch, self.spec, self.gpu, self.mods)

@@ -20,7 +20,7 @@ from flashwright.program.kernels import Kernels
 from flashwright.rewrite.grouped import grouped
 from flashwright.rewrite.packed import packed
 from flashwright.rewrite.split import split
-from flashwright.spec import AttentionSpec
+from flashwright.spec import AttentionSpec, Batch
 
 _USUAL_KEYS = 2048
 """Of a sequence: the tiling is the best one for so many. For longer ones it costs little."""
@@ -38,6 +38,13 @@ def rows_for(count: int, v_dim: int) -> int:
     if v_dim > WIDEST:
         return SHARED_ROWS
     return next((rows for rows in ROWS if count <= rows), ROWS[-1])
+
+
+def batch_of_few(queries: int, group: int, v_dim: int, page: int | None = None) -> Batch:
+    """The sequences of the kernel that serves so many queries a sequence: as many as fill its
+    tiles, of keys in a cache or in pages."""
+    most = max(1, rows_for(queries * group, v_dim) // group)
+    return Batch(queries=False, lengths=True, page=page, decode=most)
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,8 @@ class Window:
     @property
     def coordinates(self) -> tuple[Term, ...]:
         """Where it begins on every axis of a tensor map. That of a range ends where its rows do
-        (launch_plan.RANGE), that of pages where those of a box do: what is left of them says how far
-        from there the tile begins. If rows lie in several pages, it is where those of one begin."""
+        (launch_plan.RANGE), that of pages where those of a box do: what is left of them says how
+        far from there the tile begins. If rows lie in several pages, it is where one's begin."""
         if self.page_rows is not None:
             return self._in_page(self.page_rows)
         if self.last is None or self.line or self.pages is not None:

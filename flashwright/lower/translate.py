@@ -130,7 +130,7 @@ def _prepared(
         epilogue, size = epilogue_offset(program, gpu, kernel, size)
         blocks = 1
     report.blocks = blocks
-    report.registers, report.dealt = _registers(program, gpu, roles[1] if roles else None, blocks)
+    report.registers, report.dealt = _registers(program, gpu, kernel, blocks)
     printer = Printer(program, gpu, kernel, offsets, blocks, rings, epilogue, queue)
     return printer, make_plan(program, gpu, kernel, size)
 
@@ -168,10 +168,10 @@ def _not_ahead(body: tuple[ir.Statement, ...], report: Report) -> None:
         report.remark(NOT_AHEAD, text, load.origin.lines, help)
 
 
-def _registers(program: Program, gpu: Gpu, roles: ir.Roles | None, blocks: int) -> tuple[int, bool]:
+def _registers(program: Program, gpu: Gpu, kernel: ir.Kernel, blocks: int) -> tuple[int, bool]:
     """The registers that a thread may use, and whether setmaxnreg gives them."""
-    if roles:
-        _, given = register_counts(program, roles)
+    if roles := next((n for n in kernel.body if isinstance(n, ir.Roles)), None):
+        _, given = register_counts(program, kernel, roles)
         return (given, True) if given else (MOST_REGISTERS, False)
     share = gpu.registers_per_sm // (32 * program.warps * blocks)
     return min(MOST_REGISTERS, share - share % REGISTER_UNIT), False

@@ -30,6 +30,12 @@ class Cell:
     length: int
     batch: int
 
+    def __post_init__(self) -> None:
+        """Raise BadSpec for sequences of any lengths, which no cell has."""
+        if self.spec.batch is not None:
+            told = f"{self.spec.in_words}: `bench` measures rectangular batches"
+            raise BadSpec(f"{told}; tests/gpu/varlen_speed.py and decode_speed.py measure these")
+
     @property
     def kernel(self) -> str:
         """The name of the kernel for this cell: one kernel serves all lengths."""

@@ -17,7 +17,7 @@ from flashwright.generate.packed import PackedOrder
 from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
 from flashwright.program.kernels import Kernels
-from flashwright.rewrite.sequences import Batch
+from flashwright.spec import Batch
 
 torch = pytest.importorskip("torch")
 from flashwright.flex import attention as flex  # noqa: E402
@@ -97,7 +97,7 @@ def test_the_kernels_compute_it(gpu: str, page: int | None, dtype: str, width: i
     """Compiled, and under emulation: scales for each sequence and head, seven heads in a group."""
     made = {"heads": 14, "kv_heads": HEADS, "head_dim": width, "dtype": dtype, "causal": True}
     spec = make_spec("gqa", kv_dtype="fp8", **made)
-    order = PackedOrder(spec, gpus.find(gpu), Batch(False, True, page), 16)
+    order = PackedOrder(spec.of_sequences(Batch(False, True, page, 16)), gpus.find(gpu))
     programs = check(parse(order.code())).kernels
     kind = torch.bfloat16 if dtype == "bf16" else torch.float16
     q, caches, scales, wide = problem(14, width=width, kind=kind)
@@ -133,6 +133,7 @@ def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, .
     monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(PackedOrder, "make", make_packed)
     monkeypatch.setattr(kernels, "_KERNELS", {})
+    monkeypatch.setattr(kernels, "_READY", {})
     monkeypatch.setattr(flex, "_TASKS", {})
     monkeypatch.setattr(flex, "card_of", lambda device: CARD)
     launched = interpret_operators(monkeypatch)

@@ -81,6 +81,7 @@ FLAT = (
 SHORT = {"dims": ("batch", "q_len", "tokens"), "grid": (("q_len", 64, "ceil_div"), ("batch",))}
 PAGES = (PlanMap(tensor="Pages", box=(1, 16, 64), swizzle=128),)
 RANGES = (PlanMap(tensor="Q", box=(1, 1, 1, 16, 64), swizzle=128, ranges=True),)
+IN_PAGES = (PlanMap(tensor="Q", box=(1, 1, 16, 64), swizzle=128, pages=True),)
 ODD = PlanMap(tensor="Q", box=(1, 1, 64), swizzle=0, optional=True)
 
 
@@ -103,6 +104,7 @@ def cases() -> dict[str, tuple[dict[str, Any], Any, Any, dict[str, int]]]:
         "persistent": ({"maps": MAPS, "stays": True}, inputs(), outputs(), {}),
         "no keys": ({"maps": MAPS}, inputs(k=0), outputs(), {}),
         "ranges": ({"tensors": FLAT, "maps": RANGES, **SHORT}, *flat_call(), {"tokens": 7}),
+        "pages": ({"tensors": FLAT, "maps": IN_PAGES, **SHORT}, *flat_call(), {"tokens": 7}),
         "grouped": ({"tensors": GROUPED}, inputs(), outputs(), {}),
         "flat": ({"tensors": FLAT, "maps": PAGES, **SHORT}, *flat_call(), {"tokens": 7}),
         "optional map": ({**loose, "maps": (ODD,)}, *flat_call(), {"tokens": 7}),

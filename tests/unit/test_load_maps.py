@@ -101,6 +101,36 @@ def test_a_map_has_the_address_sizes_strides_and_box() -> None:
 
 
 @on_fake_gpu
+def test_a_bound_launch_is_the_same_at_other_addresses() -> None:
+    """The kernel finds the later tensors as those that were bound; only addresses differ."""
+    driver, run, given, out = Driver(), kernel(maps=MAPS), inputs(), outputs()
+    driver.set("size", 3 * 128 + 248)
+    layout = "128s128s128s" + FORMAT
+    run(*given, out=out)
+    expected = driver.parameters(layout)
+    piece = tensor(1 << 20)
+    later, places = [*inputs(), piece], [(0, 0), (1, 0), (2, 32), (3, 0), (4, 512), (-1, 0)]
+    bound = run.bound([*given, out["O"], None], [None] * 5, places)
+    launches = driver.count("launches")
+    bound(*later)
+    assert driver.count("launches") == launches + 1
+    found = driver.parameters(layout)
+    addresses = [x.address + n for x, (_, n) in zip(later, places, strict=False)]
+    assert [found[n] for n in (3, 8, 13, 18, 20)] == addresses
+    assert [driver.map(n).address for n in range(3)] == addresses[:3]
+    changed = {3, 8, 13, 18, 20, *range(25, 29)}  # no LSE: neither address nor strides
+    same = [n for n in range(len(found)) if n not in changed]
+    assert [found[n] for n in same] == [expected[n] for n in same]
+    for bad, words in (((2, 8), "`V` must begin at a multiple of 16"), ((9, 0), "is missing")):
+        wrong = run.bound([*given, out["O"], None], [None] * 5, [*places[:2], bad, *places[3:]])
+        with refused((ValueError, TypeError), words):
+            wrong(*later)
+    with refused(TypeError, "`K` must be fp16"):
+        wide = tensor(2, 3, 77, 64, dtype="float32")
+        run.bound([given[0], wide, *given[2:], out["O"], None], [None] * 5, places)
+
+
+@on_fake_gpu
 def test_strided_and_turned_inputs() -> None:
     """Q, K and V as slices of one packed projection, in both layouts."""
     driver, run = Driver(), kernel(maps=MAPS)
@@ -200,6 +230,29 @@ def test_a_map_for_ranges_ends_where_they_do() -> None:
 
 
 @on_fake_gpu
+def test_a_map_for_pages_ends_where_the_rows_of_a_box_do() -> None:
+    """With `n` rows left, from row `first` of a page on: the address is that of its first row."""
+    driver = Driver()
+    tensors = (plan_tensor("X", "P:batch H:3 L:length D:64", vector=8), plan_tensor("O", "B:batch"))
+    run = small(
+        *tensors, maps=(PlanMap(tensor="X", box=(1, 1, 1, 16, 64), swizzle=128, pages=True),)
+    )
+    for turned in (False, True):
+        memory = np.zeros((5, 48, 3, 64) if turned else (5, 3, 48, 64), np.float16)
+        array = memory.transpose(0, 2, 1, 3) if turned else memory
+        run(Tensor(array), out=tensor(5))
+        one = driver.map(0)
+        sizes, strides = shape(one)
+        assert sizes == [49, 5, 3, 16, 64]
+        first, left = 32, 5
+        places = (first + left, 4, 2, 16 - left)
+        at = one.address + sum(x * step for x, step in zip(places, strides, strict=True))
+        assert at == array[4, 2, first:].ctypes.data
+        assert list(one.box) == [64, 16, 1, 1, 1]
+    run(Tensor(np.zeros((0, 3, 48, 64), np.float16)), out=tensor(0))  # no page at all
+
+
+@on_fake_gpu
 def test_one_axis_and_every_type() -> None:
     driver = Driver()
     for dtype, number in TYPES.items():
@@ -223,8 +276,8 @@ def test_the_numbers_of_the_types() -> None:
         changes = {"dtype": dtype, "vector": 16}
         tensors = tuple(t.model_copy(update=changes) for t in ATTENTION)
         box = PlanMap(tensor="K", box=(1, 1, 64, 16), swizzle=64)
-        assert encode(make_plan(tensors=tensors, maps=(box,))).numbers[-10:] == (
-            *(1, 1, number, 2, False, False),
+        assert encode(make_plan(tensors=tensors, maps=(box,))).numbers[-11:] == (
+            *(1, 1, number, 2, False, False, False),
             *(1, 1, 64, 16),
         )
 

@@ -88,19 +88,48 @@ def test_a_dim_that_one_kernel_does_not_need() -> None:
 
 
 def test_a_page_of_whole_tiles_is_one_place() -> None:
-    card = gpus.find("h200")
-    whole = translate(checked_program(parse(first_kernel(128))), card).source
-    assert "fw::page" not in whole
-    assert "*p.Table.at(batch_idx, fw::floor_div<128>(i * 64)), kv_head, 64 - " in whole
-    assert "fw::paged<48>(" in translate(checked_program(parse(first_kernel(48))), card).source
+    whole = translate(checked_program(parse(first_kernel(128))), gpus.find("a100")).source
+    assert "fw::paged" not in whole
+    assert "p.K.tile(*p.Table.at(batch_idx, fw::floor_div<128>(i_first * 64)), kv_head" in whole
+    other = translate(checked_program(parse(first_kernel(48))), gpus.find("a100")).source
+    assert "fw::paged<48>(" in other
 
 
-def test_tma_loads_pages_of_whole_tiles_where_a_map_has_axes_for_them() -> None:
-    """With one KV head there are three: it ends where the sequence does."""
+@pytest.mark.parametrize(
+    ("page", "rows"), [(8, 8), (16, 16), (32, 32), (48, 16), (64, 64), (128, 64), (256, 64)]
+)
+def test_tma_loads_what_lies_in_one_page(page: int, rows: int) -> None:
+    made = translate(checked_program(parse(first_kernel(page))), gpus.find("h200"))
+    boxes = {m.tensor: m.box for m in made.plan.maps if m.pages}
+    assert boxes == dict.fromkeys("KV", (1, 1, 1, rows, 64))
+    assert "is_helper" not in made.source
+    assert (f"fw::page_boxes<{page}, {rows}>(" in made.source) == (page % 64 != 0 or page < 64)
+
+
+def test_a_cache_without_an_axis_of_heads() -> None:
     text = first_kernel(64).replace("(P: pages, H: kv_heads, L:", "(P: pages, L:")
     text = text.replace("page_idx], H = kv_head, L", "page_idx], L")
     made = translate(checked_program(parse(text)), gpus.find("h200"))
-    assert {m.tensor: m.ranges for m in made.plan.maps} == {"Q": False, "K": True, "V": True}
+    assert {m.tensor: (m.pages, len(m.box)) for m in made.plan.maps} == {
+        "Q": (False, 4),
+        "K": (True, 4),
+        "V": (True, 4),
+    }
+
+
+@pytest.mark.parametrize(
+    ("page", "edit", "why"),
+    [
+        (1, ("", ""), "pages of 1 cut a tile of `K` into 64 boxes of 1 rows, no multiple of 8"),
+        (12, ("", ""), "pages of 12 cut a tile of `K` into 16 boxes of 4 rows"),
+        (16, ("L = i in", "L at i * BN in"), "a tile of `K` may lie in several pages"),
+    ],
+)
+def test_helper_warps_copy_other_pages(page: int, edit: tuple[str, str], why: str) -> None:
+    made = translate(checked_program(parse(first_kernel(page).replace(*edit))), gpus.find("h200"))
+    assert made.report is not None
+    assert any(why in r.text for r in made.report.remarks), made.report.remarks
+    assert [m.tensor for m in made.plan.maps] == ["Q"]
 
 
 def cache(page: int, lengths: list[int], dtype: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from flashwright.lang.parse import parse
 from flashwright.lower import ir
 from flashwright.lower.frontend.lowering import lower
 from flashwright.lower.launch_plan import LaunchPlan
-from flashwright.lower.targets.hopper import mixed_ranges
+from flashwright.lower.targets.hopper import mixed_maps
 from flashwright.lower.translate import translate
 from flashwright.spec import load
 from tests.unit.together import kernels
@@ -121,9 +121,9 @@ def test_a_tile_with_and_without_a_range_has_no_map() -> None:
     body = lower(checked_program(parse(PACKED))).body
     load = next(n for n in ir.flat(body) if isinstance(n, ir.Load))
     plain = replace(load, window=replace(load.window, last=None))
-    assert mixed_ranges((load, plain)) == {load.dest}
-    assert not mixed_ranges((load, load))
-    assert not mixed_ranges((plain, plain))
+    assert mixed_maps((load, plain)) == {load.dest}
+    assert not mixed_maps((load, load))
+    assert not mixed_maps((plain, plain))
 
 
 def test_turns_do_not_count_in_ranges() -> None:
@@ -151,6 +151,8 @@ def test_a_plan_with_ranges_of_a_vector_is_refused() -> None:
     small = plan.maps[0].model_copy(update={"box": (1, 1, 64)})
     wrong = plan.model_copy(update={"maps": (small,), "tensors": (q, line, *others)})
     assert any("which a flat tensor or a vector has not" in f for f in faults(wrong))
+    both = plan.maps[0].model_copy(update={"pages": True})
+    assert any("for one of them" in f for f in faults(plan.model_copy(update={"maps": (both,)})))
 
 
 def test_there_is_no_derived_gradient_of_ranges() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from flashwright import Failed
 from flashwright.cli.main import app
 from flashwright.flex.model_kernels import specs_of
 from flashwright.generate import store
-from flashwright.generate.pipeline import STAGES, generate
+from flashwright.generate.packed import PackedOrder
+from tests.unit.uncompiled import make_packed, make_program
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -114,18 +114,11 @@ def test_a_config_that_cannot_be_used(config: dict[str, Any], told: str) -> None
     assert failed.value.diagnostics[0].bad_input
 
 
-def _checked_only(order: store.Order, folder: Path, verified: bool) -> None:
-    """A package up to its program: no compiler is needed."""
-    plan = [s for s in STAGES if s.name in ("sketch", "parameters", "check")]
-    reference = order.reference.encode() if order.reference is not None else None
-    how = partial(generate, order.spec, order.gpu, folder, store._Quiet(), mods=order.mods)
-    assert how(plan=plan, last="check", reference=reference).ok
-
-
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(store, "_make", _checked_only)
+    monkeypatch.setattr(store, "_make", make_program)
+    monkeypatch.setattr(PackedOrder, "make", make_packed)
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
     return tmp_path
 
@@ -137,11 +130,13 @@ def warm(*args: object) -> Any:
 def test_kernels_are_made_once(config: Path) -> None:
     first = warm(config, "--gpu", "h200")
     assert first.exit_code == 0
-    assert [line.split(" in ")[0] for line in first.stdout.splitlines()[::2]] == ["made", "made"]
+    told = first.stdout.splitlines()[::2]
+    assert [line.split(" in ")[0] for line in told] == ["made"] * 3
+    assert "decode of up to 2 queries, keys in a cache" in told[2]
     second = warm(config / "config.json", "--gpu", "h200", "--json")
     kernels = json.loads(second.stdout)["kernels"]
-    assert [kernel["made"] for kernel in kernels] == [False, False]
-    assert [Path(kernel["folder"]).is_dir() for kernel in kernels] == [True, True]
+    assert [kernel["made"] for kernel in kernels] == [False] * 3
+    assert [Path(kernel["folder"]).is_dir() for kernel in kernels] == [True] * 3
     again = flashwright.warm(config, "h200", dtype="bf16")
     assert [str(kernel.folder) for kernel in again] == [kernel["folder"] for kernel in kernels]
 
@@ -150,7 +145,7 @@ def test_kernels_are_made_once(config: Path) -> None:
 def test_padded_batches_have_kernels_of_their_own() -> None:
     pytest.importorskip("torch")
     made = flashwright.warm({**GPT_OSS, "layer_types": ["full_attention"]}, "h200", padded=True)
-    assert [kernel.padded for kernel in made] == [False, True]
+    assert [kernel.padded for kernel in made] == [False, True, False]
     assert made[1].in_words == f"{made[0].in_words}, padded batches"
     mask = "kv_idx >= FirstTokenHere and kv_idx < EndTokenHere"
     assert mask in (made[1].folder / "code.tl").read_text()

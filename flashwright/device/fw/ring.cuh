@@ -2,6 +2,8 @@
 // when a tile has come, and the producer when they are done with it.
 #pragma once
 
+#include <utility>
+
 #include <fw/shared.cuh>
 
 namespace fw {
@@ -155,30 +157,33 @@ __device__ bool is_producer() {
   return threadIdx.x == 32 * Warps;
 }
 
-// Where TMA finds a tile whose rows lie in pages of `Size` rows: boxes of `Rows` rows, each in one page. `first` is the
-// position of the tile in its sequence, which has so many `rows` from there on; `page` has the coordinates of each box on
-// the axes before that of rows.
-template <int Size, int Rows, int Count, class Page>
-struct PageBoxes {
-  int first, rows;
-  Page page[Count];
-};
-
 template <class... Coords>
 __device__ cute::array<int, sizeof...(Coords)> coordinates(Coords... coords) {
   return {{coords...}};
 }
 
-// `page(n)` gives the coordinates of the n-th page. All are asked for before a stage is free, so that nothing waits for a
-// table then. Boxes behind the last row have those of the last page: nothing is read there.
-template <int Size, int Rows, int Count, class Page>
-__device__ auto page_boxes(int first, int rows, Page page) {
-  PageBoxes<Size, Rows, Count, decltype(page(0))> boxes{first, rows, {}};
-  CUTE_UNROLL
-  for (int n = 0; n < Count; ++n) {
-    uint32_t const place = ::max(first + ::min(n * Rows, rows - 1), 0);
-    boxes.page[n] = page(static_cast<int>(place / Size));
+// Where TMA finds a tile whose rows lie in pages of `Size` rows: in boxes of `Rows` rows, each in one page. `first` is the
+// position of the tile in its sequence, which has so many `rows` from there on. `page(n)` reads a table: it gives the
+// coordinates of the n-th page on the axes before that of rows.
+template <int Size, int Rows, class Page>
+struct PageBoxes {
+  using Place = decltype(std::declval<Page>()(0));
+  int first, rows;
+  Page page;
+  Place held;  // of the first box: known before a stage is free, so that nothing waits for the table then
+
+  // Boxes behind the last row have the page of that row: nothing is read there.
+  __device__ Place place(int n) const {
+    uint32_t const from = first, last = static_cast<uint32_t>(::max(first + rows - 1, 0)) / Size;
+    uint32_t const found = Rows == Size ? from / Size + n : (from + n * Rows) / Size;
+    return page(static_cast<int>(::min(found, last)));
   }
+};
+
+template <int Size, int Rows, class Page>
+__device__ PageBoxes<Size, Rows, Page> page_boxes(int first, int rows, Page page) {
+  PageBoxes<Size, Rows, Page> boxes{first, rows, page, {}};
+  boxes.held = boxes.place(0);
   return boxes;
 }
 
@@ -227,21 +232,26 @@ __device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& ma
 }
 
 // The same in boxes of pages, from column `x` of the tensor on. The map's axis of rows is as long as a box: one with n rows
-// left begins n before its end. Its first axis says where these end in the page.
-template <int Column, int Width, class Tile, int Stages, int Size, int Rows, int Count, class Page>
+// left begins n before its end. Its first axis says where these end in the page. Each page is asked for while the box before
+// it starts; behind the last one it is that of the next tile. (The loop stays rolled: the producer has few registers.)
+template <int Column, int Width, class Tile, int Stages, int Size, int Rows, class Page>
 __device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& map,
-                              PageBoxes<Size, Rows, Count, Page> const& boxes, int x) {
-  constexpr int axes = sizeof(Page) / sizeof(int);
-  static_assert(Rows * Count == Tile::rows && Rows % 8 == 0 && Size % Rows == 0 && axes <= 2);
-  CUTE_UNROLL
-  for (int n = 0; n < Count; ++n) {
+                              PageBoxes<Size, Rows, Page> const& boxes, int x) {
+  constexpr int axes = sizeof(boxes.held) / sizeof(int);
+  static_assert(Tile::rows % Rows == 0 && Rows % 8 == 0 && Size % Rows == 0 && axes <= 2);
+  auto next = boxes.held;
+  uint32_t count = Tile::rows / Rows;
+  for (uint32_t n = 0; n < count; ++n) {
+    // CUTE_NO_UNROLL is forgotten where the loop over columns is unrolled to nothing.
+    asm volatile(".pragma \"nounroll\";" : "+r"(count));
+    auto const place = next;
+    next = boxes.place(n + 1);
     int const row = n * Rows, left = ::min(boxes.rows - row, Rows);
-    int const end = left + static_cast<int>(static_cast<uint32_t>(boxes.first + row) % Size);
-    auto const& page = boxes.page[n];
+    int const end = Rows == Size ? left : left + static_cast<int>(static_cast<uint32_t>(boxes.first + row) % Size);
     if constexpr (axes == 1) {
-      fetch_box<Column, Width>(tile, ring, map, row, Rows == Size ? left : end, page[0], Rows - left, x);
+      fetch_box<Column, Width>(tile, ring, map, row, end, place[0], Rows - left, x);
     } else {
-      fetch_box<Column, Width>(tile, ring, map, row, Rows == Size ? left : end, page[0], page[1], Rows - left, x);
+      fetch_box<Column, Width>(tile, ring, map, row, end, place[0], place[1], Rows - left, x);
     }
   }
 }

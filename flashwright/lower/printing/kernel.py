@@ -35,12 +35,8 @@ WIDTH = 100
 # Registers of a producer and of a consumer thread, by consumer warpgroups: setmaxnreg.
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
 REGISTERS_WIDE = {1: (0, 0), 2: (32, 232), 3: (32, 160)}  # where a tile is more than 4 boxes,
-REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where there are helper warps,
-REGISTERS_STAGING = {
-    1: (0, 0),
-    2: (56, 224),
-    3: (56, 152),
-}  # where they have more to do
+REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where are helpers or a queue,
+REGISTERS_STAGING = {1: (0, 0), 2: (56, 224), 3: (56, 152)}  # and helper warps with more to do
 LOOSEST = (("?", ":"), ("||",), ("&&",), ("|",), ("&",), ("+", "-"))
 BREAKS = re.compile(  # an angle bracket stands right behind a name, a comparison between spaces
     r"(?P<open>[({\[]|(?<=\w)<)|(?P<close>[)}\]]|(?<=\S)>)|(?P<comma>,)|(?P<end>;(?= ))"
@@ -167,6 +163,8 @@ class Printer:
             buffer = self.program.buffers[where[0]]
             rows, cols = (self._size(buffer, axis) for axis in (0, 1))
             shown = cols if piece.width == buffer.shape[1] else str(piece.width)
+            if piece.window.pages is not None:
+                rows = str(piece.window.page_rows)
             yield f"  fw::Map {self.context.maps[where]};  // tiles of {rows} x {shown}"
         for tensor in (*self.program.tensors.values(), *self.program.counters.values()):
             sizes = ", ".join(format_expr(a.size) for a in tensor.axes)
@@ -223,7 +221,7 @@ class Printer:
     def _roles(self, page: Page, node: ir.Roles) -> None:
         """The producer warpgroup returns when it is done; the rest of the kernel is the
         consumers'."""
-        producer, consumer = register_counts(self.program, node)
+        producer, consumer = register_counts(self.program, self.kernel, node)
         if page.text[-1]:
             page.write([""])
         for key in sorted(self.context.tma_optional):
@@ -424,13 +422,15 @@ def tile_loop(kernel: ir.Kernel, producer: bool = False) -> str:
     return f"for (fw::{kind} tile({', '.join(counts)}); tile.more(); tile.next())"
 
 
-def register_counts(program: Program, roles: ir.Roles) -> tuple[int, int]:
+def register_counts(program: Program, kernel: ir.Kernel, roles: ir.Roles) -> tuple[int, int]:
     """What setmaxnreg leaves a producer thread and gives a consumer one; 0 where it is not used."""
     groups = program.warps // 4
     if any(_by_element(n) for n in ir.flat(roles.helpers)):
         return REGISTERS_STAGING[groups]
-    if roles.helpers:
-        return (REGISTERS_STAGING if _wide(program, roles.helpers) else REGISTERS_HELPED)[groups]
+    if roles.helpers and _wide(program, roles.helpers):
+        return REGISTERS_STAGING[groups]
+    if roles.helpers or kernel.sequences is not None:
+        return REGISTERS_HELPED[groups]
     wide = _wide(program, roles.producer)
     return (REGISTERS_WIDE if wide else REGISTERS)[groups]
 

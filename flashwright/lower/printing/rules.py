@@ -125,21 +125,22 @@ class Context:
         """The tensor map that columns of a tile are loaded by."""
         return self.maps[key, column, window.tensor.name]
 
-    def coordinates(self, window: ir.Window, key: Key) -> str:
+    def coordinates(self, window: ir.Window) -> str:
         """Where a tile begins, as TMA is told."""
         if window.pages is not None:
-            return self._page_boxes(window, window.pages, self.program.buffers[key].shape[0])
+            return self._page_boxes(window, window.pages)
         return ", ".join(map(text, window.coordinates))
 
-    def _page_boxes(self, window: ir.Window, pages: ir.Pages, rows: int) -> str:
+    def _page_boxes(self, window: ir.Window, pages: ir.Pages) -> str:
         """The same of a tile in several pages."""
         assert window.rows is not None  # they have a range
         _, *outer, _, column = map(text, window.coordinates)
         page = f"fw::coordinates({', '.join(outer)})"
         of = f"[&](int {ir.PAGE_IDX.name}) {{ return {page}; }}"
-        assert window.page_rows is not None
-        sizes = f"{pages.size}, {window.page_rows}, {rows // window.page_rows}"
-        place = f"{text(pages.first)}, {text(window.rows)}"
+        sizes, place = (
+            f"{pages.size}, {window.page_rows}",
+            f"{text(pages.first)}, {text(window.rows)}",
+        )
         return f"fw::page_boxes<{sizes}>({place}, {of}), {column}"
 
     def rows(self, window: ir.Window, key: Key) -> str:
@@ -230,7 +231,7 @@ def _load(at: Context, node: ir.Load) -> Lines:
     elif at.roles:
         tile, ring, of = tile_name(node.dest), ring_name(node.dest), at.map(node.dest, node.window)
         when = f"if ({by_tma(node.dest)}) " if node.tma_optional else ""
-        start = at.coordinates(node.window, node.dest)
+        start = at.coordinates(node.window)
         yield f"{when}fw::fetch({tile}, {ring}, p.{of}, {start});"
     elif not node.window.chunked:
         inside = f"{at.rows(node.window, node.dest)}, {at.cols(node.window, node.dest)}"
@@ -252,7 +253,7 @@ def _pieces(at: Context, node: ir.Load) -> Lines:
         source, inside = at.window(piece.window), at.inside(piece.window, node.dest)
         if at.roles:
             of = at.map(node.dest, piece.window, piece.column)
-            start = at.coordinates(piece.window, node.dest)
+            start = at.coordinates(piece.window)
             yield f"fw::fetch_columns<{columns}>({tile}, {ring}, p.{of}, {start});"
         elif at.asynchronous:
             yield f"fw::copy_columns_async<Threads, {columns}>({dest}, {source}, {inside});"
