@@ -115,8 +115,8 @@ class Graph:
     """Items in program order, and which of them depend on which."""
 
     items: list[Item]
-    staged: frozenset[Key]
-    """Shared tiles with several stages."""
+    staged: Mapping[Key, int]
+    """Shared tiles with several stages: how many."""
     before: list[set[int]] = field(default_factory=list)
     """For each item the numbers of all items that it depends on, directly or not."""
 
@@ -132,7 +132,7 @@ class Graph:
     def twice(self, late: set[int]) -> frozenset[Key]:
         """The tiles that both early and late products read, the early ones as right operands, and
         that are held in two stages for that."""
-        tiles = _tiles(self, late) & self.staged
+        tiles = _tiles(self, late) & self.staged.keys()
         others = [item for item in self.items if item.number not in late]
         found = {k for k in tiles for item in others if k in item.effects.reads}
         readers = [(k, i) for k in found for i in others if k in i.effects.reads]
@@ -152,12 +152,12 @@ def pipelined(
     zero: Callable[[Key], bool],
     names: Names,
     ping_pong: bool,
-    staged: frozenset[Key] = frozenset(),
+    staged: Mapping[Key, int],
     meeting: bool = False,
 ) -> Pipelined | Reason:
     """The loop in two stages. `zero` tells whether an accumulator is 0 before it. With `ping_pong`
-    warpgroups start their products one after the other. `staged` are the shared tiles with several
-    stages. Where warpgroups are `meeting` in each iteration, the rescale is put off as well: to the
+    warpgroups start their products one after the other. `staged` are the stages of shared tiles that
+    have several. Where warpgroups are `meeting` in each iteration, the rescale is put off as well: to the
     next iteration's first products, which it does not hold up."""
     graph = Graph(items(loop.body), staged)
     stages = _stages(graph)
@@ -166,7 +166,9 @@ def pipelined(
     order = _order(graph, *stages)
     if isinstance(order, Reason):
         return order
-    if meeting:
+    if any(staged[key] == 2 for key in graph.twice(stages[1])):
+        order = _with_late_first(graph, order, stages[1])
+    elif meeting:
         order = _with_late_rescale(graph, order, stages[1])
     return _Writer(graph, order, zero, names, ping_pong).write(loop)
 
@@ -257,6 +259,24 @@ class _Order:
     rest: list[int]
     rescale_late: bool = False
     """The rescale stands before the late products, in the next iteration."""
+    late_first: bool = False
+    """The late products stand before the early ones."""
+
+    def steady(self) -> list[int]:
+        """The numbers of all items, as they follow each other in the loop."""
+        early, moved = [*self.head, *self.early], [*self.middle, *self.give]
+        if self.late_first:
+            return [*self.late, *early, *self.settle, *moved, *self.rescale, *self.rest]
+        if self.rescale_late:
+            return [*early, *self.rescale, *self.late, *moved, *self.settle, *self.rest]
+        return [*early, *self.late, *moved, *self.settle, *self.rescale, *self.rest]
+
+
+def _with_late_first(graph: Graph, order: _Order, late: set[int]) -> _Order | Reason:
+    """The order for a tile that is held in two stages and has no third: the late products are done
+    first, so that the next value of the tile comes while the early ones and the softmax run."""
+    found = replace(order, late_first=True)
+    return found if _legal(graph, found, late) else _unordered(graph)
 
 
 def _with_late_rescale(graph: Graph, order: _Order, late: set[int]) -> _Order:
@@ -364,11 +384,7 @@ def _with_cheap(graph: Graph, stage0: list[int], middle: list[int], done: set[in
 
 def _legal(graph: Graph, order: _Order, late: set[int]) -> bool:
     """Whether every item stands behind what it depends on, in this iteration or the one before."""
-    started, settled = order.late, [*order.settle, *order.rescale]
-    if order.rescale_late:
-        started, settled = [*order.rescale, *order.late], order.settle
-    steady = [*order.head, *order.early, *started, *order.middle, *order.give]
-    steady += [*settled, *order.rest]
+    steady = order.steady()
     place = {n: position for position, n in enumerate(steady)}
     if sorted(steady) != list(range(len(graph.items))):
         return False
@@ -436,6 +452,9 @@ class _Writer:
             *(*above, *wait, *first_products, *started, *signal, *middle, *held),
             *(*settle, *again, *rest),
         )
+        if order.late_first:
+            products = (*wait, *started, *above, *first_products, *signal)
+            steady = (*products, *settle, *middle, *held, *again, *rest)
         tiles = frozenset(_tiles(self.graph, late)) - both
         return Pipelined(first, steady, (*started, *settle, *last), tiles)
 

@@ -97,7 +97,7 @@ class SoftwarePipeline:
         if not self.split:
             taken = _masked_throughout(taken)
         if self.overlap:
-            staged = frozenset(k for k, b in self.program.buffers.items() if b.stages > 1)
+            staged = {k: b.stages for k, b in self.program.buffers.items() if b.stages > 1}
             zero = partial(_is_zero, before)
             how = (zero, self.names, self.ping_pong, staged, self.meeting)
             found = pipelined(taken, *how)
