@@ -14,8 +14,9 @@ wait for it, as soon as its factors are known: the exponentials, which the speci
 slow with, leave room for it. For that a statement is taken apart into its assignments; names local
 to a row that both parts use become vectors.
 
-A tile that early and late products read (keys that are values as well) is held in two stages: its
-younger value comes while the late products still read the older one.
+A tile that early and late products read (keys that are values as well) is held in two stages: the
+early ones read its younger value while the late ones still read the older one. If it has no third
+stage, the late products start first, since the next value can come only when they are done.
 
 A change of order is legal if it keeps every two statements in order that touch the same thing, one
 of them writing. `reason` says why a loop stays as it is.
@@ -156,9 +157,9 @@ def pipelined(
     meeting: bool = False,
 ) -> Pipelined | Reason:
     """The loop in two stages. `zero` tells whether an accumulator is 0 before it. With `ping_pong`
-    warpgroups start their products one after the other. `staged` are the stages of shared tiles that
-    have several. Where warpgroups are `meeting` in each iteration, the rescale is put off as well: to the
-    next iteration's first products, which it does not hold up."""
+    warpgroups start their products one after the other. `staged` are the stages of shared tiles
+    that have several. Where warpgroups are `meeting` in each iteration, the rescale is put off as
+    well: to the next iteration's first products, which it does not hold up."""
     graph = Graph(items(loop.body), staged)
     stages = _stages(graph)
     if isinstance(stages, Reason):

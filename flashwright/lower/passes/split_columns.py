@@ -137,7 +137,7 @@ def exchanged(program: Program, gpu: Gpu, body: Body, names: Names) -> Body:
 
 def rescaled_where_needed(body: Body) -> Body:
     """The statements with tests before what only multiplies a tile by a factor of each row: where
-    no maximum of a warp's rows has risen, all factors are 1. The tensor cores wait for that work."""
+    no maximum of a warp's rows has risen, all factors are 1. Tensor cores wait for that work."""
 
     def change(node: ir.Statement) -> ir.Statement:
         if not isinstance(node, ir.Compute) or node.unless is not None or len(node.assigns) != 1:
