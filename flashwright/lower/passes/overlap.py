@@ -165,12 +165,13 @@ def pipelined(
     if isinstance(stages, Reason):
         return stages
     order = _order(graph, *stages)
+    if isinstance(order, _Order):
+        if any(staged[key] == 2 for key in graph.twice(stages[1])):
+            order = _with_late_first(graph, order, stages[1])
+        elif meeting:
+            order = _with_late_rescale(graph, order, stages[1])
     if isinstance(order, Reason):
         return order
-    if any(staged[key] == 2 for key in graph.twice(stages[1])):
-        order = _with_late_first(graph, order, stages[1])
-    elif meeting:
-        order = _with_late_rescale(graph, order, stages[1])
     return _Writer(graph, order, zero, names, ping_pong).write(loop)
 
 
