@@ -117,7 +117,7 @@ class Graph:
 
     items: list[Item]
     staged: Mapping[Key, int]
-    """Shared tiles with several stages: how many."""
+    """Shared tiles of which two stages may be held: how many they have."""
     before: list[set[int]] = field(default_factory=list)
     """For each item the numbers of all items that it depends on, directly or not."""
 
@@ -131,8 +131,10 @@ class Graph:
             self.before.append(direct.union(*(self.before[n] for n in direct)))
 
     def twice(self, late: set[int]) -> frozenset[Key]:
-        """The tiles that both early and late products read, the early ones as right operands, and
-        that are held in two stages for that."""
+        """The tiles that early products and one late product read, the early ones as right
+        operands, and that are held in two stages for that."""
+        if sum(self.items[n].gemm is not None for n in late) != 1:
+            return frozenset()
         tiles = _tiles(self, late) & self.staged.keys()
         others = [item for item in self.items if item.number not in late]
         found = {k for k in tiles for item in others if k in item.effects.reads}
@@ -158,8 +160,8 @@ def pipelined(
 ) -> Pipelined | Reason:
     """The loop in two stages. `zero` tells whether an accumulator is 0 before it. With `ping_pong`
     warpgroups start their products one after the other. `staged` are the stages of shared tiles
-    that have several. Where warpgroups are `meeting` in each iteration, the rescale is put off as
-    well: to the next iteration's first products, which it does not hold up."""
+    of which two may be held. Where warpgroups are `meeting` in each iteration, the rescale is put
+    off as well: to the next iteration's first products, which it does not hold up."""
     graph = Graph(items(loop.body), staged)
     stages = _stages(graph)
     if isinstance(stages, Reason):
@@ -203,8 +205,6 @@ def _stages(graph: Graph) -> tuple[set[int], set[int]] | Reason:
         if twice:
             text = f"`{twice[0][0]}` is read by its last GEMM and before that"
             help = "copy it a second time, under another name, for the last GEMM"
-            if twice[0] not in graph.staged:
-                help = "`with stages 2` holds it for both; or " + help
             return Reason(text, item.node.origin, help)
     late |= {i.number for i in graph.items if isinstance(i.node, ir.Await) and i.node.key in tiles}
     return early, late

@@ -97,7 +97,8 @@ class SoftwarePipeline:
         if not self.split:
             taken = _masked_throughout(taken)
         if self.overlap:
-            staged = {k: b.stages for k, b in self.program.buffers.items() if b.stages > 1}
+            buffers = self.program.buffers.items() if self.meeting else ()
+            staged = {key: buffer.stages for key, buffer in buffers if buffer.stages > 1}
             zero = partial(_is_zero, before)
             how = (zero, self.names, self.ping_pong, staged, self.meeting)
             found = pipelined(taken, *how)
