@@ -427,12 +427,19 @@ def register_counts(program: Program, kernel: ir.Kernel, roles: ir.Roles) -> tup
     groups = program.warps // 4
     if any(_by_element(n) for n in ir.flat(roles.helpers)):
         return REGISTERS_STAGING[groups]
-    if roles.helpers and _wide(program, roles.helpers):
+    if _reads_table(roles) or (roles.helpers and _wide(program, roles.helpers)):
         return REGISTERS_STAGING[groups]
     if roles.helpers or kernel.sequences is not None:
         return REGISTERS_HELPED[groups]
     wide = _wide(program, roles.producer)
     return (REGISTERS_WIDE if wide else REGISTERS)[groups]
+
+
+def _reads_table(roles: ir.Roles) -> bool:
+    """Whether rows of a copied tile lie in several pages that a table names."""
+    loads = (n for n in ir.flat((*roles.producer, *roles.helpers)) if isinstance(n, ir.Load))
+    pages = (window.pages for n in loads for window in n.windows)
+    return any(one.named for one in pages if one is not None)
 
 
 def _wide(program: Program, body: tuple[ir.Statement, ...]) -> bool:
