@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flashwright.pytorch.operator import Operator
     from flashwright.sandbox.candidate import Candidate
     from flashwright.serving.kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
+    from flashwright.serving.merge import merge_states as merge_states
     from flashwright.serving.mla import flash_mla_with_kvcache as flash_mla_with_kvcache
     from flashwright.serving.mla import get_mla_metadata as get_mla_metadata
     from flashwright.serving.varlen import flash_attn_varlen_func as flash_attn_varlen_func
@@ -137,6 +138,7 @@ _LATER = {
     "flash_attn_with_kvcache": "serving.kvcache",
     "flash_mla_with_kvcache": "serving.mla",
     "get_mla_metadata": "serving.mla",
+    "merge_states": "serving.merge",
     "NoKernel": "flex.task",
 }
 

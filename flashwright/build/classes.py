@@ -231,9 +231,13 @@ class Kernels:
 
     def launch(self, tensors: Sequence[Any], dims: Sequence[Any], check_only: bool = False) -> None:
         """Launch the kernel that serves these lengths, as build.load.Kernel does."""
+        self.serving(tensors, dims).launch(tensors, dims, check_only)
+
+    def serving(self, tensors: Sequence[Any], dims: Sequence[Any]) -> Kernel:
+        """The kernel that serves these lengths, of tensors and dimensions in the plan's order."""
         inputs = [t for t, plan in zip(tensors, self.plan.tensors, strict=True) if plan.read]
         named = dict(zip(self.plan.dims, dims, strict=True))
-        self.pick(inputs, named).launch(tensors, dims, check_only)
+        return self.pick(inputs, named)
 
     def pick(
         self, tensors: Sequence[Any], named: Mapping[str, Any], layout: str = "bhsd"

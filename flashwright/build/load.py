@@ -31,13 +31,16 @@ __all__ = [
     "tensors_as_html",
     "unshown",
 ]
-CHECK_ONLY = 2
+CHECK_ONLY, BIND = 2, 4
 
 # The source of the size of an output's axis: a number, the axis of an input, or an expression.
 Source = int | tuple[int, int] | Postfix
 DimSource = tuple[int, int, int]
 """Where a dimension is read off: which tensor, its axis, and the divisor of the axis."""
 NO_DIMS: Mapping[str, DimSource] = {}
+Places = Sequence[tuple[int, int]]
+"""For each tensor of a plan: the argument whose memory it is in, and how many bytes from its start.
+A negative argument: the tensor is not given."""
 
 
 def load(folder: str | Path) -> Kernel:
@@ -130,6 +133,22 @@ class Kernel:
         None if not given."""
         self.run(CHECK_ONLY if check_only else 0, *tensors, *dims)
 
+    def bound(self, tensors: Sequence[Any], dims: Sequence[Any], places: Places) -> Any:
+        """The launch for tensors of these shapes and strides, as a function of the arguments that
+        `places` names, on PyTorch's current stream. It checks addresses; all else is checked here.
+        """
+        numbers = [*itertools.chain(*places)]
+        return launcher().at_places(self.run(BIND, *tensors, *dims), numbers)
+
+    def serving(self, tensors: Sequence[Any], dims: Sequence[Any]) -> Kernel:
+        """The kernel that a launch of these, in the plan's order, takes."""
+        return self
+
+    def needed(self, wanted: Sequence[str]) -> dict[str, bool]:
+        """The tensors that a call takes beside its inputs and the outputs that the caller wants,
+        and whether they begin at 0."""
+        return {}
+
     def of_tensors(self, names: Sequence[str], dims: Mapping[str, DimSource] = NO_DIMS) -> Any:
         """The launch as a tvm-ffi function of these tensors in this order, on tvm-ffi's current
         stream. Outputs that are not named are not stored. It runs no Python.
@@ -143,7 +162,14 @@ class Kernel:
     def memory(self, inputs: Sequence[Any]) -> dict[str, tuple[tuple[int, ...], str]]:
         """The shape and the type of each output and of scratch, for inputs of these shapes."""
         given, dims = self._arguments(inputs, {})
-        places = {name: self._index[name] for name in (*self.outputs, *self.scratch)}
+        return self.shapes((*self.outputs, *self.scratch), given, dims)
+
+    def shapes(
+        self, names: Iterable[str], given: Sequence[Any], dims: Sequence[Any]
+    ) -> dict[str, tuple[tuple[int, ...], str]]:
+        """The shape and the type of what is written, for a call's tensors and dimensions in the
+        plan's order."""
+        places = {name: self._index[name] for name in names}
         shapes = {n: self._shapes[0].of(i, given, dims) for n, i in places.items()}
         plans = {n: self.plan.tensors[i] for n, i in places.items()}
         return {n: (plans[n].padded(shape), plans[n].dtype) for n, shape in shapes.items()}

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from flashwright.build.arrays import Framework, framework_of
-from flashwright.build.load import CHECK_ONLY, NO_DIMS, DimSource, Kernel, unshown
+from flashwright.build.load import CHECK_ONLY, NO_DIMS, DimSource, Kernel, Places, unshown
 from flashwright.build.load import load as load_one
 from flashwright.build.native import launcher
 from flashwright.build.package import STEPS
@@ -126,6 +126,21 @@ class StepsKernel(Kernel):
         if not check_only:
             self._allocate(framework_of(given[self._positions[0]]), 0, self.scratch, given, dims)
         super().launch(given, dims, check_only)
+
+    def needed(self, wanted: Sequence[str]) -> dict[str, bool]:
+        """Scratch, and all outputs: no kernel does without one."""
+        names = (name for name in (*self.outputs, *self.scratch) if name not in wanted)
+        return {name: name in self.zeroed for name in names}
+
+    def bound(self, tensors: Sequence[Any], dims: Sequence[Any], places: Places) -> Any:
+        """All launches as one function, as Kernel.bound."""
+        told = self._told(0, [*tensors, *dims])
+        made = []
+        for kernel, order in zip(self._kernels, self._arguments_of, strict=True):
+            count = len(kernel.plan.tensors)
+            own, sizes = [told[n] for n in order[:count]], [told[n] for n in order[count:]]
+            made.append(kernel.bound(own, sizes, [places[n] for n in order[:count]]))
+        return launcher().in_order(made)
 
     def of_tensors(self, names: Sequence[str], dims: Mapping[str, DimSource] = NO_DIMS) -> Any:
         """All launches as a function of these tensors, as Kernel.of_tensors. Scratch is among them,

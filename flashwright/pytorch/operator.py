@@ -19,6 +19,7 @@ from flashwright.build.reading import CUBIN, PLAN, PTX
 from flashwright.files import content, sha256
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.pytorch import reference, rules
+from flashwright.pytorch.bound import Bound, Form, new_outputs
 from flashwright.pytorch.signature import Signature
 from flashwright.spec import AttentionSpec
 
@@ -89,10 +90,15 @@ class Operator:
         """The outputs in their order; others than the first may be missing if not all are asked
         for."""
         whole = len(tensors) == len(self.inputs) and tuple(more) == self.dims
-        if whole and _undisturbed(tensors) and tensors[0].is_cuda:
+        if whole and undisturbed(tensors) and tensors[0].is_cuda:
             return self._on_cuda.launch((*tensors, *more.values()), all_outputs)
         results = self._recorded(tensors, more, deterministic)
         return results if len(self.outputs) > 1 else (results,)
+
+    def bound(self, tensors: Sequence[Any], dims: Mapping[str, int], form: Form) -> Bound:
+        """A call with CUDA tensors of these shapes, strides, types and device, without PyTorch's
+        dispatcher: only for calls that are `undisturbed`."""
+        return self._on_cuda.bound((*tensors, *(dims[name] for name in self.dims)), form)
 
     def _recorded(
         self, tensors: Sequence[Any], more: Mapping[str, Any], deterministic: bool | None
@@ -107,7 +113,7 @@ class Operator:
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def _undisturbed(tensors: Sequence[Any]) -> bool:
+def undisturbed(tensors: Sequence[Any]) -> bool:
     """Whether PyTorch's dispatcher would only choose the kernel by the device: the tensors are
     plain, and no gradient, autocast, transform, mode or tracer sees the call."""
     if (
@@ -251,18 +257,20 @@ class _OnCuda:
         """All outputs of a launch on the current stream."""
         return self.signature.results(self.launch(arguments, all_outputs=True))
 
-    def launch(self, arguments: Sequence[Any], all_outputs: bool) -> list[Any]:
-        """The same as a list, or the first output alone: the kernel does not store the others."""
+    def bound(self, arguments: Sequence[Any], form: Form) -> Bound:
+        """Launches for such arguments."""
+        return Bound(self.signature, self._loaded(), arguments, form)
+
+    def _loaded(self) -> Any:
         if self.kernel is None:
             self.kernel = self.package.load()
-        signature, kernel = self.signature, self.kernel
+        return self.kernel
+
+    def launch(self, arguments: Sequence[Any], all_outputs: bool) -> list[Any]:
+        """The same as a list, or the first output alone: the kernel does not store the others."""
+        signature, kernel = self.signature, self._loaded()
         types = signature.types if all_outputs else signature.types[:1]
-        try:
-            found = signature.empty(arguments, types)
-        except Exception:
-            # If the tensors do not fit the plan, the launcher reports it.
-            kernel.launch(*signature.arranged(arguments), check_only=True)
-            raise
+        found = new_outputs(signature, kernel, arguments, types)
         kernel.launch(*signature.arranged(arguments, found))
         return found
 

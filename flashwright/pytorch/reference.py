@@ -49,8 +49,10 @@ def attention(
     v: Any,
     slopes: Any = None,
     sink: Any = None,
+    mask: Any = None,
 ) -> tuple[Any, Any]:
-    """O and LSE in fp32, or in fp64 for fp64 inputs; 0 and -inf in rows that see no key.
+    """O and LSE in fp32, or in fp64 for fp64 inputs; 0 and -inf in rows that see no key. `mask`
+    says which keys each query may see besides, (q_len, kv_len).
 
     Every step is differentiable, also in rows that see no key.
     """
@@ -64,7 +66,8 @@ def attention(
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if spec.alibi:
         scores = scores + slopes.to(kind)[:, None, None] * distance
-    weights, lse = softmax(torch.where(_seen(spec, distance), scores, -torch.inf), sink)
+    seen = _seen(spec, distance) if mask is None else _seen(spec, distance) & mask
+    weights, lse = softmax(torch.where(seen, scores, -torch.inf), sink)
     return weights @ v, lse
 
 

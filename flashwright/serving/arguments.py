@@ -15,6 +15,7 @@ Tensors = Mapping[str, Any]
 FLAGS = {"slopes": "alibi", "sink": "sink"}
 """The settings of a spec that tensors of a call stand for."""
 ARGUMENTS = {"slopes": "alibi_slopes", "sink": "sink"}
+SCALES = ("kdescale", "vdescale")
 CACHE_TYPES = {torch.float8_e4m3fn: "fp8"}
 """The types that keys and values may have beside 16-bit queries."""
 
@@ -98,6 +99,31 @@ def _scale(name: str, scale: Any, shape: tuple[int, int], device: Any) -> Any:
         wanted = "a number, or (batch, KV heads)"
         raise ValueError(f"{name} must be {wanted} = {shape}, not {tuple(scale.shape)}")
     return scale
+
+
+def in_fp32(tensor: Any) -> Any:
+    """A tensor in the type that kernels take, or None."""
+    return tensor if tensor is None or tensor.dtype == torch.float32 else tensor.float()
+
+
+def take_scales(tensors: dict[str, Any], k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
+    """Put the scales of 8-bit keys and values that are tensors among a call's tensors, and return
+    those that are numbers; None in the other place."""
+    if k_scale is None and v_scale is None:
+        tensors["kdescale"] = tensors["vdescale"] = None
+        return None, None
+    numbers = []
+    for name, scale in zip(SCALES, (k_scale, v_scale), strict=True):
+        is_tensor = isinstance(scale, torch.Tensor)
+        tensors[name] = scale if is_tensor else None
+        numbers.append(None if is_tensor else scale)
+    return numbers[0], numbers[1]
+
+
+def given_scales(tensors: Tensors, numbers: Sequence[Any]) -> list[Any]:
+    """What `take_scales` was given."""
+    pairs = zip(SCALES, numbers, strict=True)
+    return [number if tensors[name] is None else tensors[name] for name, number in pairs]
 
 
 def task(given: Tensors, settings: Mapping[str, Any]) -> Task:

@@ -8,7 +8,6 @@ are split over thread blocks. A second kernel puts the parts together.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from typing import Any
@@ -18,8 +17,10 @@ import torch
 from flashwright.flex.task import NoKernel
 from flashwright.generate.packed_sizes import batch_of_few, rows_for
 from flashwright.gpu import Gpu
-from flashwright.serving import arguments, reference
-from flashwright.serving.kernels import Wanted
+from flashwright.serving import arguments, reference, tree
+from flashwright.serving.cache import Cache, New, lengths_of
+from flashwright.serving.kernels import Asked, Wanted, attend
+from flashwright.serving.merge import merge_states
 from flashwright.serving.varlen import kernel_tensors
 
 MOST_SPLITS = 128
@@ -51,6 +52,9 @@ def flash_attn_with_kvcache(
     softcap: float = 0.0,
     alibi_slopes: Any = None,
     sink: Any = None,
+    tree_mask: Any = None,
+    prefix_k: Any = None,
+    prefix_v: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
     num_splits: int = 0,
@@ -68,6 +72,15 @@ def flash_attn_with_kvcache(
     of a sequence; 0 chooses for the GPU and the batch. Lengths may change between the replays of a
     CUDA graph.
 
+    `tree_mask` says which of the newest `tokens` keys each query sees, on top of the other masks:
+    bool or uint8 (batch, tokens, tokens), or int64 (batch, tokens) with a bit for each key, the
+    lowest for the first. Every query sees the keys before these. A window and ALiBi count places
+    in the cache.
+
+    `prefix_k` and `prefix_v`, (tokens, heads, dim), are keys and values before those of all
+    sequences, such as a prompt that they share. They are read once for the batch, and every query
+    sees all of them.
+
     Beside 16-bit q the caches may be float8_e4m3fn. Keys are then `k_descale`, a number or float32
     (batch, KV heads), times what the cache has, values `v_descale` times; new ones are divided by
     it, unless they are float8_e4m3fn, too.
@@ -76,56 +89,135 @@ def flash_attn_with_kvcache(
     no gradients. CPU tensors are computed by PyTorch. Raises NoKernel with the reason where no
     kernel can be made.
     """
-    for both, one, other in (
-        ("k and v", k, v),
-        ("rotary_cos and rotary_sin", rotary_cos, rotary_sin),
+    _check_pairs(k, v, rotary_cos, rotary_sin, prefix_k, prefix_v)
+    starts = None
+    if tree_mask is not None and tree_mask.dtype != torch.bool:
+        tree_mask = tree.as_bools(tree_mask, q)
+    if not (
+        k is rotary_cos is cache_batch_idx is cache_leftpad is None
+        and (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor))
     ):
-        if (one is None) != (other is None):
-            raise ValueError(f"pass both {both}, or neither")
-    cache = _Cache(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
-    lengths = _lengths(q, cache, cache_seqlens)
-    if rotary_cos is not None:
-        every = causal or tuple(window_size) != (-1, -1)
-        turn = partial(_rotated, cos=rotary_cos, sin=rotary_sin, pairs=rotary_interleaved)
-        q = turn(q, _positions(lengths, q.shape[1] if every else 1))
-        k = turn(k, _positions(lengths, k.shape[1])) if k is not None else None
-    pair = {"q": q, "k": k_cache}
-    narrow, scales = arguments.scales_of(pair, q.shape[0], k_descale, v_descale)
-    if k is not None:
-        cache.append(k, v, lengths, scales)
-        lengths = lengths + k.shape[1]
-    given = {"q": q, **cache.tensors(lengths), **scales}
-    given |= arguments.extras_of(alibi_slopes, sink, causal, q.shape[2])
-    settings = arguments.settings_of(softmax_scale, causal, window_size, softcap) | narrow
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
-        raise NoKernel("attention over a cache has no gradient: use torch.no_grad()")
-    if _on_cpu(q):
-        found = reference.attention(arguments.spec(given, settings), given)
+        cache = Cache(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
+        cache_seqlens = lengths_of(q, cache, cache_seqlens)
+        before = 0 if prefix_k is None else prefix_k.shape[0]
+        new = New(k, v, rotary_cos, rotary_sin, rotary_interleaved, before)
+        ordered = causal or tuple(window_size) != (-1, -1)
+        pair = {"q": q, "k": k_cache}
+        _, scales = arguments.scales_of(pair, q.shape[0], k_descale, v_descale)
+        q, cache_seqlens = new.written(q, cache, cache_seqlens, ordered, scales)
+        starts, cache_seqlens = cache.range(cache_seqlens)
+    tensors = {
+        "q": q,
+        "k": k_cache,
+        "v": v_cache,
+        "table": block_table,
+        "startsk": starts,
+        "lengthsk": cache_seqlens,
+        "slopes": arguments.in_fp32(alibi_slopes),
+        "sink": arguments.in_fp32(sink),
+        "tree": tree_mask,
+    }
+    options: tuple[Any, ...] = (softmax_scale, causal, tuple(window_size), softcap, num_splits)
+    options = (*options, *arguments.take_scales(tensors, k_descale, v_descale))
+    if prefix_k is None or not prefix_k.shape[0]:
+        found = _attention(tensors, options, return_softmax_lse)
     else:
-        page = cache.k.shape[1] if cache.table is not None else None
-        found = by_kernel(given, settings, cache.longest, page, num_splits)
-    return found if return_softmax_lse else found[0]
+        own = _attention(tensors, options, lse=True)
+        found = merge_states(*_over_prefix(tensors, options, prefix_k, prefix_v), *own)
+    return (found[0], found[1]) if return_softmax_lse else found[0]
+
+
+def _check_pairs(*tensors: Any) -> None:
+    """Raise ValueError if one of two arguments that belong together is missing."""
+    for n, names in enumerate(("k and v", "rotary_cos and rotary_sin", "prefix_k and prefix_v")):
+        if (tensors[2 * n] is None) != (tensors[2 * n + 1] is None):
+            raise ValueError(f"pass both {names}, or neither")
+
+
+def _attention(tensors: dict[str, Any], options: tuple[Any, ...], lse: bool) -> Sequence[Any]:
+    """O, and LSE if it is wanted."""
+    if _on_cpu(tensors["q"]):
+        given, settings = _given(tensors, options)
+        return reference.attention(arguments.spec(given, settings), given)
+    return attend(("kvcache", *options), tensors, lse, partial(_asked, tensors, options))
+
+
+def _over_prefix(
+    tensors: dict[str, Any], options: tuple[Any, ...], k: Any, v: Any
+) -> tuple[Any, Any]:
+    """O and LSE over keys, (tokens, heads, dim), that all queries of all sequences see: these are
+    queries of one sequence, so that the keys are read once."""
+    scale, _, window, softcap, *_ = options
+    arguments.check_axes(
+        {"prefix_k": k, "prefix_v": v},
+        dict.fromkeys(("prefix_k", "prefix_v"), "tokens, heads, dim"),
+    )
+    if k.shape[:-1] != v.shape[:-1] or k.shape[1] != tensors["k"].shape[2]:
+        raise ValueError(
+            "prefix_k and prefix_v must have the same tokens, and the heads of k_cache"
+        )
+    if window != (-1, -1) or tensors["slopes"] is not None:
+        raise NoKernel("prefix_k: a window and ALiBi count places in the cache: leave them away")
+    q = tensors["q"]
+    batch, queries, heads, _ = q.shape
+    every = {**dict.fromkeys(tensors), "q": q.reshape(1, batch * queries, heads, -1)}
+    every |= {"k": k[None], "v": v[None]}
+    plain = (scale, False, window, softcap, 0, None, None)
+    out, lse = _attention(every, plain, lse=True)
+    return out.view(batch, queries, heads, -1), lse.view(heads, batch, queries).transpose(0, 1)
 
 
 def _on_cpu(tensor: Any) -> bool:
     return bool(tensor.is_cpu)
 
 
-def by_kernel(
+def _given(
+    tensors: Mapping[str, Any], options: tuple[Any, ...]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a call, as reference.py names them, and the settings of its spec. Raises an
+    error with the argument for what does not fit."""
+    scale, causal, window, softcap, _, *numbers = options
+    q, k, v, table, starts, lengths, slopes, sink, mask, *_ = tensors.values()
+    cache = Cache(k, v, table, None, None, starts)
+    lengths = lengths_of(q, cache, lengths)
+    given = {"q": q, **cache.tensors(lengths)}
+    scales = arguments.given_scales(tensors, numbers)
+    narrow, own = arguments.scales_of({"q": q, "k": k}, q.shape[0], *scales)
+    given |= own | arguments.extras_of(slopes, sink, causal, q.shape[2])
+    if mask is not None:
+        given["tree"] = tree.as_bools(mask, q)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
+        raise NoKernel("attention over a cache has no gradient: use torch.no_grad()")
+    return given, arguments.settings_of(scale, causal, window, softcap) | narrow
+
+
+def _asked(tensors: Mapping[str, Any], options: tuple[Any, ...]) -> Asked:
+    """What a kernel is made for and called with."""
+    given, settings = _given(tensors, options)
+    cache = Cache(tensors["k"], tensors["v"], tensors["table"])
+    page = cache.k.shape[1] if cache.table is not None else None
+    return decode(given, settings, cache.longest, page, options[4])
+
+
+def decode(
     given: dict[str, Any], settings: dict[str, Any], longest: int, page: int | None, splits: int
-) -> tuple[Any, Any]:
-    """O and LSE of a decode over a cache, or over pages of some size. No sequence has more keys
-    than `longest`; with 0 `splits` their number is chosen."""
+) -> Asked:
+    """A decode over a cache, or over pages of some size. No sequence has more keys than `longest`;
+    with 0 `splits` their number is chosen."""
     task = arguments.task(given, settings)
     batch, queries = given["q"].shape[:2]
     group = task.spec.group
     few = rows_for(queries * group, task.spec.value_dim)
-    wanted = Wanted(task, batch_of_few(queries, group, task.spec.value_dim, page))
+    form = batch_of_few(queries, group, task.spec.value_dim, page)
+    wanted = Wanted(task, form, tree.mods() if "tree" in given else None)
     blocks = batch * task.spec.kv_heads * ceil(queries * group / few)
     sizes = {"splits": splits or split_count(task.card, blocks, longest)}
     sizes |= {"q_len": queries, "kv_len": longest, "batch": batch}
-    found = wanted.run(kernel_tensors(given), sizes, partial(reference.check, task.spec, given))
-    return found["o"].transpose(1, 2), found["lse"]
+    check = partial(reference.check, task.spec, given)
+    read = kernel_tensors(given)
+    if "tree" in read:
+        read["tree"] = read["tree"].view(torch.float8_e4m3fn)
+    return Asked(wanted, read, sizes, check)
 
 
 def split_count(gpu: Gpu, blocks: int, longest: int) -> int:
@@ -141,144 +233,3 @@ def split_count(gpu: Gpu, blocks: int, longest: int) -> int:
 
     best = max(map(efficiency, range(1, most + 1)))
     return next(n for n in range(1, most + 1) if efficiency(n) >= _NEAR * best)
-
-
-@dataclass(frozen=True)
-class _Cache:
-    """Keys and values, and where those of each sequence are."""
-
-    k: Any
-    v: Any
-    table: Any
-    entries: Any
-    padding: Any
-
-    @property
-    def longest(self) -> int:
-        """The most keys that a sequence may have."""
-        pages = 1 if self.table is None else self.table.shape[1]
-        return int(pages * self.k.shape[1])
-
-    def tensors(self, lengths: Any) -> dict[str, Any]:
-        """The tensors of a call, as reference.py names them."""
-        if self.table is not None:
-            return {"k": self.k, "v": self.v, "table": self.table, "lengthsk": lengths}
-        (k, step), (v, other) = _behind_each_other(self.k), _behind_each_other(self.v)
-        if step != other:
-            raise ValueError("k_cache and v_cache must have the same strides from entry to entry")
-        if self.entries is None and self.padding is None:
-            starts = _starts(lengths.shape[0], step, lengths.device)
-            return {"k": k, "v": v, "startsk": starts, "lengthsk": lengths}
-        starts = self._entries(lengths) * step
-        if self.padding is not None:
-            starts, lengths = starts + self.padding, lengths - self.padding
-        return {"k": k, "v": v, "startsk": starts.int(), "lengthsk": lengths.int()}
-
-    def append(self, k: Any, v: Any, lengths: Any, scales: Mapping[str, Any]) -> None:
-        """Write new keys and values behind those that are there, divided by the scales of 8-bit
-        ones."""
-        places = _positions(lengths, k.shape[1]).long()
-        if self.table is not None:
-            size = self.k.shape[1]
-            outer, places = self.table.long().gather(1, places // size), places % size
-        else:
-            outer = self._entries(lengths).long()[:, None]
-        for cache, new, scale in (
-            (self.k, k, scales.get("kdescale")),
-            (self.v, v, scales.get("vdescale")),
-        ):
-            if scale is not None and new.dtype != cache.dtype:
-                new = _narrowed(new.float() / scale[:, None, :, None], cache.dtype)
-            rows = new.to(cache.dtype)
-            if rows.element_size() == 1:  # 8-bit floats have no index
-                cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
-            cache[outer, places] = rows
-
-    def _entries(self, lengths: Any) -> Any:
-        if self.entries is not None:
-            return self.entries
-        return torch.arange(lengths.shape[0], dtype=torch.int32, device=lengths.device)
-
-
-def _narrowed(x: Any, kind: Any) -> Any:
-    """Numbers within the range of a type, which has no infinity."""
-    most = torch.finfo(kind).max
-    return x.clamp(-most, most)
-
-
-_STARTS: dict[tuple[int, int, Any], Any] = {}
-
-
-def _starts(batch: int, step: int, device: Any) -> Any:
-    """Where the entries of a cache begin, as int32; made once."""
-    known = batch, step, device
-    starts = _STARTS.get(known)
-    if starts is None:
-        starts = torch.arange(batch, dtype=torch.int32, device=device) * step
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            _STARTS[known] = starts  # else it belongs to the graph, and has no numbers yet
-    return starts
-
-
-def _behind_each_other(cache: Any) -> tuple[Any, int]:
-    """A cache of entries as one tensor of tokens, and the tokens from one entry to the next."""
-    entries, positions, *rest = cache.shape
-    far, near, *inner = cache.stride()
-    if not near or far % near:
-        raise ValueError("the entries of a cache must be whole rows apart: make it contiguous")
-    step = far // near if entries > 1 else positions
-    tokens = (entries - 1) * step + positions
-    return cache.as_strided((tokens, *rest), (near, *inner)), step
-
-
-def _lengths(q: Any, cache: _Cache, lengths: Any) -> Any:
-    """How many keys each sequence has, as int32. Raises ValueError or TypeError, with the argument,
-    for tensors that do not fit."""
-    kind = "pages" if cache.table is not None else "batch"
-    keys = f"{kind}, positions, heads, dim"
-    given = {"q": q, "k_cache": cache.k, "v_cache": cache.v}
-    axes = {"q": "batch, tokens, heads, dim", "k_cache": keys, "v_cache": keys}
-    arguments.check_axes(given, axes)
-    if cache.k.shape[:-1] != cache.v.shape[:-1]:
-        raise ValueError("k_cache and v_cache must have the same positions and heads")
-    batch, device = q.shape[0], q.device
-    if cache.table is not None:
-        arguments.check_numbers("block_table", cache.table, device, (batch, None))
-        if cache.entries is not None or cache.padding is not None:
-            raise ValueError("cache_batch_idx and cache_leftpad are for a cache without pages")
-        if lengths is None:
-            raise ValueError("block_table needs cache_seqlens: how many keys each sequence has")
-    for name, numbers in (("cache_batch_idx", cache.entries), ("cache_leftpad", cache.padding)):
-        if numbers is not None:
-            arguments.check_numbers(name, numbers, device, (batch,))
-    if cache.table is None and cache.entries is None and cache.k.shape[0] != batch:
-        raise ValueError(f"k_cache has {cache.k.shape[0]} entries and q {batch} sequences")
-    if lengths is None or isinstance(lengths, int):
-        count = cache.k.shape[1] if lengths is None else lengths
-        if not 0 <= count <= cache.longest:
-            raise ValueError(
-                f"cache_seqlens is {count}, and the cache has room for {cache.longest}"
-            )
-        return torch.full((batch,), count, dtype=torch.int32, device=device)
-    arguments.check_numbers("cache_seqlens", lengths, device, (batch,))
-    return lengths
-
-
-def _positions(lengths: Any, count: int) -> Any:
-    """The positions of `count` tokens behind the keys of each sequence."""
-    return lengths[:, None] + torch.arange(count, dtype=torch.int32, device=lengths.device)
-
-
-def _rotated(x: Any, places: Any, *, cos: Any, sin: Any, pairs: bool) -> Any:
-    """x, (batch, tokens, heads, dim), with the first columns rotated by the angles of its places:
-    neighbours as `pairs`, else the first half with the second."""
-    width = 2 * cos.shape[-1]
-    cos, sin = (angle[places.long()][:, :, None].float() for angle in (cos, sin))
-    part, rest = x[..., :width].float(), x[..., width:]
-    if pairs:
-        first, second = part[..., ::2], part[..., 1::2]
-    else:
-        first, second = part.chunk(2, dim=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    joined = torch.stack(turned, dim=-1).flatten(-2) if pairs else torch.cat(turned, dim=-1)
-    return torch.cat((joined.to(x.dtype), rest), dim=-1)

@@ -7,13 +7,15 @@ the rows of a tile, as in kvcache.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from flashwright.flex.task import NoKernel
 from flashwright.serving import arguments, reference
-from flashwright.serving.kvcache import by_kernel
+from flashwright.serving.kernels import Asked, attend
+from flashwright.serving.kvcache import decode
 
 TYPES = (torch.bfloat16, torch.float16)
 
@@ -70,17 +72,34 @@ def flash_mla_with_kvcache(
             "extra_topk_length": extra_topk_length,
         }
     )
-    given = {"q": q, "k": k_cache, "table": block_table, "lengthsk": cache_seqlens}
-    _check(given, head_dim_v)
-    given["v"] = k_cache[..., :head_dim_v]
-    settings = arguments.settings_of(softmax_scale, causal, (-1, -1), 0.0) | {"latent": True}
-    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad):
-        raise NoKernel("MLA decode has no gradient: use torch.no_grad()")
-    if _on_cpu(q):
-        return reference.attention(arguments.spec(given, settings), given)
-    page = k_cache.shape[1]
     splits = num_splits if isinstance(num_splits, int) else 0
-    return by_kernel(given, settings, block_table.shape[1] * page, page, splits)
+    options = softmax_scale, causal, head_dim_v, splits
+    tensors = {"q": q, "k": k_cache, "table": block_table, "lengthsk": cache_seqlens}
+    if _on_cpu(q):
+        given, settings = _given(tensors, options)
+        return reference.attention(arguments.spec(given, settings), given)
+    out, lse = attend(("mla", *options), tensors, True, partial(_asked, tensors, options))
+    return out, lse
+
+
+def _given(
+    tensors: Mapping[str, Any], options: tuple[Any, ...]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a call, as reference.py names them, and the settings of its spec. Raises an
+    error with the argument for what does not fit."""
+    scale, causal, head_dim_v, _ = options
+    _check(tensors, head_dim_v)
+    given = {**tensors, "v": tensors["k"][..., :head_dim_v]}
+    if torch.is_grad_enabled() and (given["q"].requires_grad or given["k"].requires_grad):
+        raise NoKernel("MLA decode has no gradient: use torch.no_grad()")
+    return given, arguments.settings_of(scale, causal, (-1, -1), 0.0) | {"latent": True}
+
+
+def _asked(tensors: Mapping[str, Any], options: tuple[Any, ...]) -> Asked:
+    """What a kernel is made for and called with."""
+    given, settings = _given(tensors, options)
+    page = given["k"].shape[1]
+    return decode(given, settings, given["table"].shape[1] * page, page, options[3])
 
 
 def _on_cpu(tensor: Any) -> bool:

@@ -4,6 +4,7 @@ The tensors of a call have these names. `q`: (tokens, heads, dim) with `startsq`
 tokens, heads, dim). `k` and `v`: (tokens, heads, dim) with `startsk`, and `lengthsk` if they end
 before the next sequence begins; or (pages, positions, heads, dim) with `table` and `lengthsk`.
 `kdescale` and `vdescale`: (batch, heads), by which keys and values of 8 bits are multiplied.
+`tree`: bool (batch, tokens, tokens), which of the newest keys each query sees.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from flashwright.flex.task import LIMIT, ROWS, WrongKernel, compare_rows
 from flashwright.generate.store import tell
 from flashwright.pytorch import reference
+from flashwright.serving.tree import seen
 from flashwright.spec import AttentionSpec
 
 Tensors = Mapping[str, Any]
@@ -88,6 +90,8 @@ def _sequence(spec: AttentionSpec, given: Tensors, b: int, kind: Any) -> tuple[A
     parts = [_queries(given, b).to(kind), *(_scaled_keys(given, name, b, kind) for name in "kv")]
     extras = {name: given[name] for name in ("slopes", "sink") if name in given}
     turned = (x.transpose(0, 1)[None] for x in parts)
+    if "tree" in given:
+        extras["mask"] = seen(given["tree"][b], parts[1].shape[0])
     out, lse = reference.attention(spec, *turned, **extras)
     return out[0], lse[0]
 

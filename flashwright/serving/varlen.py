@@ -15,7 +15,7 @@ import torch
 
 from flashwright.flex.task import NoKernel
 from flashwright.serving import arguments, reference
-from flashwright.serving.kernels import Check, Wanted
+from flashwright.serving.kernels import Asked, Check, Wanted, attend
 from flashwright.spec import Batch
 
 Tensors = Mapping[str, Any]
@@ -59,31 +59,45 @@ def flash_attn_varlen_func(
     derived backward, packed as well; they are sums in any order. Keys in a cache have none. Raises
     NoKernel with the reason where no kernel can be made.
     """
-    given = {"q": q, "k": k, "v": v, "startsq": cu_seqlens_q}
-    for name, tensor in (
-        ("startsk", cu_seqlens_k),
-        ("lengthsk", seqused_k),
-        ("table", block_table),
-    ):
-        if tensor is not None:
-            given[name] = tensor
-    _check(given)
-    narrow, scales = arguments.scales_of(given, cu_seqlens_q.shape[0] - 1, k_descale, v_descale)
-    given |= scales
-    settings = arguments.settings_of(softmax_scale, causal, window_size, softcap) | narrow
-    given |= arguments.extras_of(alibi_slopes, sink, causal, q.shape[1])
+    tensors = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "startsq": cu_seqlens_q,
+        "startsk": cu_seqlens_k,
+        "lengthsk": seqused_k,
+        "table": block_table,
+        "slopes": arguments.in_fp32(alibi_slopes),
+        "sink": arguments.in_fp32(sink),
+    }
+    longest = int(max_seqlen_q), int(max_seqlen_k)
+    options: tuple[Any, ...] = (softmax_scale, causal, tuple(window_size), softcap, longest)
+    options = (*options, *arguments.take_scales(tensors, k_descale, v_descale))
     if _on_cpu(q):
-        found = reference.attention(arguments.spec(given, settings), given)
+        given, settings = _given(tensors, options)
+        found: Sequence[Any] = reference.attention(arguments.spec(given, settings), given)
     else:
-        page = k.shape[1] if block_table is not None else None
-        batch = Batch(lengths=seqused_k is not None, page=page)
-        wanted = Wanted(arguments.task(given, settings), batch)
-        found = _by_kernel(_Call(wanted, given, (max_seqlen_q, max_seqlen_k)))
-    return found if return_softmax_lse else found[0]
+        prepare = partial(_asked, tensors, options)
+        found = attend(("varlen", *options), tensors, return_softmax_lse, prepare)
+    return (found[0], found[1]) if return_softmax_lse else found[0]
 
 
 def _on_cpu(tensor: Any) -> bool:
     return bool(tensor.is_cpu)
+
+
+def _given(tensors: Tensors, options: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a call, as reference.py names them, and the settings of its spec. Raises an
+    error with the argument for what does not fit."""
+    scale, causal, window, softcap, _, *numbers = options
+    extras = ("slopes", "sink", *arguments.SCALES)
+    given = {n: x for n, x in tensors.items() if x is not None and n not in extras}
+    _check(given)
+    slopes, sink = tensors["slopes"], tensors["sink"]
+    scales = arguments.given_scales(tensors, numbers)
+    narrow, own = arguments.scales_of(given, given["startsq"].shape[0] - 1, *scales)
+    given |= own | arguments.extras_of(slopes, sink, causal, given["q"].shape[1])
+    return given, arguments.settings_of(scale, causal, window, softcap) | narrow
 
 
 def _check(given: Tensors) -> None:
@@ -112,53 +126,56 @@ def _check(given: Tensors) -> None:
 # --- by a kernel --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call with CUDA tensors."""
-
-    wanted: Wanted
-    given: Tensors
-    longest: tuple[int, int]
-
-    def run(self, tensors: Tensors, backward: bool, check: Check) -> dict[str, Any]:
-        """The results of the forward or the backward kernel by their names, from tensors with the
-        axes (heads, tokens, ...) and the others of the call. `check` sees the first ones."""
-        wanted = replace(self.wanted, backward=True) if backward else self.wanted
-        named = {**kernel_tensors(self.given), **tensors}
-        sizes = dict(zip(("q_len", "kv_len"), map(int, self.longest), strict=True))
-        sizes["batch"] = self.given["startsq"].shape[0] - 1
-        return wanted.run(named, sizes, check)
-
-
 def kernel_tensors(given: Tensors) -> dict[str, Any]:
     """The tensors of a call as kernels take them, with heads before tokens."""
-    named = {**given, **{n: given[n].float() for n in arguments.FLAGS if n in given}}
-    named |= {name: given[name].transpose(-3, -2) for name in "qkv"}
+    named = {**given, **{name: given[name].transpose(-3, -2) for name in "qkv"}}
     if "lengthsk" in given and "startsk" in given:
         named["startsk"] = given["startsk"][: given["lengthsk"].shape[0]]
     return named
 
 
-def _by_kernel(call: _Call) -> tuple[Any, Any]:
-    """O and LSE, with gradients if they may be asked for."""
-    q, k, v = (call.given[name] for name in "qkv")
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in call.given.values()):
-        return _forward(call)
-    for name in arguments.FLAGS:
-        if name in call.given and call.given[name].requires_grad:
-            raise NoKernel(f"packed sequences have no gradient of {arguments.ARGUMENTS[name]}")
-    if "kdescale" in call.given:
-        raise NoKernel("keys and values of 8 bits have no gradient: use no_grad()")
-    if "lengthsk" in call.given:
-        raise NoKernel("keys in a cache (seqused_k, block_table) have no gradient: use no_grad()")
-    found: tuple[Any, Any] = _Attention.apply(q, k, v, call)
-    return found
+@dataclass(frozen=True)
+class _Call(Asked):
+    """A call for packed sequences, with gradients if they may be asked for."""
+
+    given: Tensors
+
+    def run(self) -> Sequence[Any]:
+        """O and LSE."""
+        given = self.given
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in given.values()):
+            return super().run()
+        for name in arguments.FLAGS:
+            if name in given and given[name].requires_grad:
+                raise NoKernel(f"packed sequences have no gradient of {arguments.ARGUMENTS[name]}")
+        if "kdescale" in given:
+            raise NoKernel("keys and values of 8 bits have no gradient: use no_grad()")
+        if "lengthsk" in given:
+            text = "keys in a cache (seqused_k, block_table) have no gradient: use no_grad()"
+            raise NoKernel(text)
+        found: tuple[Any, Any] = _Attention.apply(*(given[name] for name in "qkv"), self)
+        return found
+
+    def forward(self) -> Sequence[Any]:
+        """O and LSE, without gradients."""
+        return super().run()
+
+    def backward(self, tensors: Tensors, check: Check) -> dict[str, Any]:
+        """The gradients by their names, from tensors with the axes (heads, tokens, ...)."""
+        wanted = replace(self.wanted, backward=True)
+        return wanted.run({**self.tensors, **tensors}, self.sizes, check)
 
 
-def _forward(call: _Call) -> tuple[Any, Any]:
-    look = partial(reference.check, call.wanted.task.spec, call.given)
-    found = call.run({}, False, look)
-    return found["o"].transpose(0, 1), found["lse"]
+def _asked(tensors: Tensors, options: tuple[Any, ...]) -> _Call:
+    """What a kernel is made for and called with."""
+    given, settings = _given(tensors, options)
+    page = given["k"].shape[1] if "table" in given else None
+    batch = Batch(lengths="lengthsk" in given, page=page)
+    task = arguments.task(given, settings)
+    sizes = dict(zip(("q_len", "kv_len"), options[4], strict=True))
+    sizes["batch"] = given["startsq"].shape[0] - 1
+    check = partial(reference.check, task.spec, given)
+    return _Call(Wanted(task, batch), kernel_tensors(given), sizes, check, given)
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
@@ -167,7 +184,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, call: _Call) -> tuple[Any, Any]:
         """O and LSE."""
-        out, lse = _forward(call)
+        out, lse = call.forward()
         ctx.call = call
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
@@ -183,7 +200,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         grad = grad.contiguous()  # it may be a number that is expanded
         turned = {n: x.transpose(0, 1) for n, x in zip(names, (*rows, grad), strict=True)}
         look = partial(reference.check_gradients, call.wanted.task.spec, call.given, grad=grad)
-        found = call.run({**turned, "lse": lse}, True, look)
+        found = call.backward({**turned, "lse": lse}, look)
         return *(found[f"d{name}"].transpose(0, 1) for name in "qkv"), None
 
 

@@ -123,10 +123,10 @@ def _grid(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
         yield "The kernel is persistent: one thread block for each SM at most takes many tiles."
     if plan.counter:
         yield (
-            "The thread that loads takes them, and hands them to all other warps that work on them by "
-            "a queue in shared memory, `fw::TileQueue tile_queue(shared + OFFSET)`: "
-            "`fw::TileQueue::bytes`, aligned to 16. One thread calls `tile_queue.init(N)` for N such "
-            f"warps before the loops. Theirs is `{tile_loop(printer.kernel)}`."
+            "The thread that loads takes them, and hands them to all other warps that work on them "
+            "by a queue in shared memory, `fw::TileQueue tile_queue(shared + OFFSET)`: "
+            "`fw::TileQueue::bytes`, aligned to 16. One thread calls `tile_queue.init(N)` for N "
+            f"such warps before the loops. Theirs is `{tile_loop(printer.kernel)}`."
         )
     yield f"{loop} goes through the tiles of a thread block, with {coordinates}."
 

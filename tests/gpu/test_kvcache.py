@@ -63,11 +63,40 @@ def test_options(settings: dict[str, Any]) -> None:
     compare(on_gpu(q, cache, causal=True, **settings), q, cache, causal=True, **settings)
 
 
+@pytest.mark.parametrize("queries", [4, 16, 64])
+@pytest.mark.parametrize("splits", [0, 5])
+def test_trees_of_queries(queries: int, splits: int) -> None:
+    q, cache = problem([queries, 300, 5000], 16, queries, 8)
+    tree = torch.rand(3, queries, queries).tril() > 0.3
+    tree |= torch.eye(queries, dtype=torch.bool)
+    compare(on_gpu(q, cache, tree_mask=tree, num_splits=splits), q, cache, tree_mask=tree)
+
+
+@pytest.mark.parametrize("length", [1, 777, 20000])
+def test_prefixes_that_sequences_share(length: int) -> None:
+    q, cache = problem([0, 20, 3000] * 11, 16, 2, 8)
+    pair = {name: torch.randn(length, 2, 64).bfloat16() for name in ("prefix_k", "prefix_v")}
+    compare(on_gpu(q, cache, causal=True, **pair), q, cache, causal=True, **pair)
+
+
 def test_a_cache_without_pages() -> None:
     q, cache = problem([0, 700, 4000], 4096, 1, 8)
     order = cache.pop("block_table")[:, 0].clamp(max=len(cache["k_cache"]) - 1)
     cache["cache_batch_idx"] = order.int()
     compare(on_gpu(q, cache), q, cache)
+
+
+def test_calls_of_a_known_form() -> None:
+    """Other tensors, and other numbers in the same ones, at the form's second call and later."""
+    for seed in range(4):
+        q, cache = problem([100, 5000, 40 + seed], 16, 1, 8)
+        torch.manual_seed(seed)
+        q = torch.randn_like(q)
+        compare(on_gpu(q, cache), q, cache)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        found = on_gpu(q, cache)
+    compare(found, q, cache)
 
 
 def test_a_graph_is_replayed_with_other_lengths() -> None:

@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 import flashwright  # noqa: E402
 from flashwright.flex import attention as flex  # noqa: E402
 from flashwright.flex.task import NoKernel  # noqa: E402
-from flashwright.serving import kernels, kvcache  # noqa: E402
+from flashwright.serving import kernels, kvcache, tree  # noqa: E402
 from flashwright.serving.kvcache import flash_attn_with_kvcache, split_count  # noqa: E402
 from tests.share import some  # noqa: E402
 from tests.unit.emulated import needs_compilers  # noqa: E402
@@ -42,6 +42,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(PackedOrder, "make", make_packed)
     monkeypatch.setattr(kernels, "_KERNELS", {})
+    monkeypatch.setattr(kernels, "_READY", {})
     monkeypatch.setattr(flex, "_TASKS", {})
     torch.manual_seed(0)
     return interpret_operators(monkeypatch)
@@ -162,6 +163,81 @@ def test_options(name: str, on_gpu: Any) -> None:
     close(on_gpu(q, *caches, return_softmax_lse=True, **settings), wanted)
 
 
+def tree_of(queries: int) -> Any:
+    """Chains of two: token n has token n - 2 and its ancestors before it."""
+    distance = torch.arange(queries)[:, None] - torch.arange(queries)
+    return ((distance >= 0) & (distance % 2 == 0)).expand(len(LENGTHS), -1, -1)
+
+
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_tree_of_queries(page: int | None, on_gpu: Any, launched: list[tuple[str, ...]]) -> None:
+    """As its chains, each a sequence of its own behind the same keys."""
+    q, keys, lengths = problem(5)
+    keys, lengths = keys[2:], lengths[2:]
+    q, mask = q[2:], tree_of(5)[2:].clone()
+    caches, settings = in_entries(keys), {"cache_seqlens": lengths, "return_softmax_lse": True}
+    if page is not None:
+        settings["block_table"], *caches = in_pages(page, keys)
+    found = [
+        flash_attn_with_kvcache(q, *caches, tree_mask=mask, **settings),
+        on_gpu(q, *caches, tree_mask=mask, num_splits=3, **settings),
+    ]
+    assert launched == [("O", "LSE")]
+    for first in (0, 1):
+        own = torch.arange(first, 5, 2)
+        rows = [tuple(torch.cat((x[:-5], x[-5:][own])) for x in pair) for pair in keys]
+        wanted = alone(q[:, own], rows, causal=True)  # type: ignore[arg-type]
+        for out, lse in found:
+            close((out[:, own], lse[:, :, own]), wanted)
+
+
+def test_a_tree_as_bytes_and_as_bits() -> None:
+    q, keys, lengths = problem(5)
+    caches, settings = in_entries(keys), {"cache_seqlens": lengths, "causal": True}
+    mask = tree_of(5) & (torch.rand(len(LENGTHS), 5, 5) < 0.7)
+    wanted = flash_attn_with_kvcache(q, *caches, tree_mask=mask, **settings)
+    bits = (mask.long() << torch.arange(5)).sum(-1)
+    for other in (128 * mask.byte(), bits):
+        torch.testing.assert_close(
+            flash_attn_with_kvcache(q, *caches, tree_mask=other, **settings), wanted
+        )
+    for bad, error in ((bits[:, 1:], ValueError), (bits.int(), TypeError), (mask[1:], ValueError)):
+        with pytest.raises(error, match="tree_mask"):
+            flash_attn_with_kvcache(q, *caches, tree_mask=bad, **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"causal": True, "sink": torch.randn(6)}], ids=len)
+def test_a_prefix_that_sequences_share(
+    settings: dict[str, Any], on_gpu: Any, launched: list[tuple[str, ...]]
+) -> None:
+    """As if each sequence had it before its own keys."""
+    q, keys, lengths = (x[2:] if settings else x for x in problem(3))  # as many keys as queries
+    common = [torch.randn(70, 2, 64).bfloat16() for _ in "kv"]
+    whole = [tuple(torch.cat(parts) for parts in zip(common, pair, strict=True)) for pair in keys]
+    wanted = alone(q, whole, **settings)  # type: ignore[arg-type]
+    given = {"cache_seqlens": lengths, "prefix_k": common[0], "prefix_v": common[1]}
+    for call in (flash_attn_with_kvcache, on_gpu):
+        close(call(q, *in_entries(keys), return_softmax_lse=True, **given, **settings), wanted)
+    assert launched == [("O", "LSE")] * 2
+
+
+def test_states_of_parts_of_the_keys() -> None:
+    q, k, v = (torch.randn(1, 2, n, 16).half() for n in (5, 40, 40))
+    wanted = flashwright.attention(q, k, v, return_lse=True)
+    parts = [(k[:, :, at], v[:, :, at]) for at in (slice(13), slice(13, None))]
+    states = [flashwright.attention(q, *part, return_lse=True) for part in parts]
+    rows = [(out.transpose(1, 2), lse) for out, lse in states]
+    close(flashwright.merge_states(*rows[0], *rows[1]), (wanted[0].transpose(1, 2), wanted[1]))
+    empty = torch.zeros_like(rows[0][0]), torch.full_like(rows[0][1], -torch.inf)
+    close(flashwright.merge_states(*rows[0], *empty), rows[0])
+    close(flashwright.merge_states(*empty, *rows[0]), rows[0])
+    both, none = flashwright.merge_states(*empty, *empty)
+    assert not both.any()
+    assert (none == -torch.inf).all()
+    with pytest.raises(ValueError, match="lse2 must have"):
+        flashwright.merge_states(*rows[0], rows[1][0], rows[1][1].mT)
+
+
 def test_entries_and_padding(on_gpu: Any) -> None:
     """Sequences whose entries lie elsewhere, with unused positions before their keys."""
     q, keys, lengths = problem()
@@ -238,22 +314,67 @@ def test_lengths_are_read_by_the_kernel(on_gpu: Any, launched: list[tuple[str, .
     close((other, torch.zeros(())), (alone(q, shorter)[0], torch.zeros(())))  # type: ignore[arg-type]
 
 
-@needs_compilers
+def test_arguments_of_a_known_form_are_not_looked_at_again(
+    on_gpu: Any, launched: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other tensors of the same shapes and strides, anywhere in memory."""
+    looks: list[Any] = []
+    look = kvcache._given
+
+    def counted(*given: Any) -> Any:
+        looks.append(given)
+        return look(*given)
+
+    monkeypatch.setattr(kvcache, "_given", counted)
+    for n, width in enumerate((ROOM, ROOM, ROOM + 8)):
+        q, keys, lengths = problem()
+        caches = [torch.cat((x, x), dim=1)[:, :width] for x in in_entries(keys)]
+        settings = {"cache_seqlens": lengths.clone(), "return_softmax_lse": True}
+        close(on_gpu(q, *caches, **settings), alone(q, keys))
+        assert len(looks) == (1 if n < 2 else 2)
+        assert launched[n] == ("O", "LSE")
+
+
 @pytest.mark.parametrize(
-    ("gpu", "page"),
+    ("change", "error", "message"),
     [
-        ("h200", None),
-        pytest.param("h200", 16, marks=pytest.mark.slow),
-        pytest.param("a100", 64, marks=pytest.mark.slow),
+        ({"q": lambda q: q.half()}, ValueError, "make them alike"),
+        ({"cache_seqlens": lambda n: n.long()}, TypeError, "cache_seqlens must be int32"),
+        ({"k_cache": lambda k: k[:, :-1]}, ValueError, "the same positions"),
+        ({"q": lambda q: q.clone().requires_grad_()}, NoKernel, "no gradient"),
+        ({"sink": lambda s: torch.zeros(2)}, NoKernel, "sink must have a number for each"),
     ],
 )
-def test_the_kernels_compute_it(gpu: str, page: int | None) -> None:
-    """Compiled, and under emulation: two queries a sequence, seven heads in a group."""
+def test_another_form_is_looked_at(
+    change: dict[str, Any], error: Any, message: str, on_gpu: Any
+) -> None:
+    q, keys, lengths = problem()
+    caches = dict(zip(("k_cache", "v_cache"), in_entries(keys), strict=True))
+    given = {"q": q, **caches, "cache_seqlens": lengths}
+    on_gpu(**given)
+    with pytest.raises(error, match=message):
+        on_gpu(**given | {name: other(given.get(name)) for name, other in change.items()})
+
+
+@needs_compilers
+@pytest.mark.parametrize(
+    ("gpu", "page", "queries"),
+    [
+        ("h200", None, 2),
+        pytest.param("h200", 16, 2, marks=pytest.mark.slow),
+        pytest.param("a100", 64, 2, marks=pytest.mark.slow),
+        pytest.param("h200", 16, 5, marks=pytest.mark.slow),
+    ],
+)
+def test_the_kernels_compute_it(gpu: str, page: int | None, queries: int) -> None:
+    """Compiled, and under emulation: two queries a sequence, or a tree of five; seven heads in a
+    group."""
     card, lengths = gpus.find(gpu), [0, 1, 130, 64, 17]
     spec = make_spec("gqa", heads=14, kv_heads=2, head_dim=64, dtype="bf16", causal=True)
-    order = PackedOrder(spec.of_sequences(Batch(False, True, page, 2)), card)
+    mods = tree.mods() if queries > 2 else None
+    order = PackedOrder(spec.of_sequences(Batch(False, True, page, queries)), card, mods)
     programs = check(parse(order.code())).kernels
-    q = torch.randn(len(lengths), 2, 14, 64).bfloat16()
+    q = torch.randn(len(lengths), queries, 14, 64).bfloat16()
     keys = [tuple(torch.randn(n, 2, 64).bfloat16() for _ in "kv") for n in lengths]
     given = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32), "causal": True}
     if page is None:
@@ -262,13 +383,16 @@ def test_the_kernels_compute_it(gpu: str, page: int | None) -> None:
     else:
         given["block_table"], *caches = in_pages(page, keys)  # type: ignore[arg-type]
         arrays = {"Table": given["block_table"].numpy()}
+    if mods is not None:
+        given["tree_mask"] = tree_of(queries).clone()
+        arrays["Tree"] = given["tree_mask"].numpy().view(ml_dtypes.float8_e4m3fn)
     arrays["LengthsK"] = given["cache_seqlens"].numpy()
     arrays["Q"] = in_bf16(q.transpose(1, 2))
     arrays["O"] = np.full_like(arrays["Q"], np.nan)
     arrays["LSE"] = np.full(arrays["Q"].shape[:-1], np.nan, np.float32)
     laid = caches if page is not None else [x.flatten(0, 1) for x in caches]
     arrays |= {n: in_bf16(x.transpose(-3, -2)) for n, x in zip("KV", laid, strict=True)}
-    dims = {"batch": len(lengths), "heads": 14, "kv_heads": 2, "q_len": 2, "kv_len": ROOM}
+    dims = {"batch": len(lengths), "heads": 14, "kv_heads": 2, "q_len": queries, "kv_len": ROOM}
     dims |= {"pages": len(caches[0]), "max_pages": 1, "kv_tokens": len(lengths) * ROOM, "splits": 3}
     if page is not None:
         dims["max_pages"] = given["block_table"].shape[1]
@@ -299,6 +423,12 @@ def in_bf16(tensor: Any) -> Any:
         ),
         ({"window_size": (7, 3)}, NoKernel, "window_size"),
         ({"k": torch.zeros(5, 1, 2, 64)}, ValueError, "pass both k and v"),
+        ({"prefix_k": torch.zeros(9, 2, 64)}, ValueError, "pass both prefix_k and prefix_v"),
+        (
+            dict.fromkeys(("prefix_k", "prefix_v"), torch.zeros(9, 1, 64).bfloat16()),
+            ValueError,
+            "the heads of k_cache",
+        ),
         ({"cache_seqlens": ROOM + 1}, ValueError, f"the cache has room for {ROOM}"),
         ({"sink": torch.zeros(2)}, NoKernel, "sink must have a number for each of 6 heads"),
     ],

@@ -101,6 +101,36 @@ def test_a_map_has_the_address_sizes_strides_and_box() -> None:
 
 
 @on_fake_gpu
+def test_a_bound_launch_is_the_same_at_other_addresses() -> None:
+    """The kernel finds the later tensors as those that were bound; only addresses differ."""
+    driver, run, given, out = Driver(), kernel(maps=MAPS), inputs(), outputs()
+    driver.set("size", 3 * 128 + 248)
+    layout = "128s128s128s" + FORMAT
+    run(*given, out=out)
+    expected = driver.parameters(layout)
+    piece = tensor(1 << 20)
+    later, places = [*inputs(), piece], [(0, 0), (1, 0), (2, 32), (3, 0), (4, 512), (-1, 0)]
+    bound = run.bound([*given, out["O"], None], [None] * 5, places)
+    launches = driver.count("launches")
+    bound(*later)
+    assert driver.count("launches") == launches + 1
+    found = driver.parameters(layout)
+    addresses = [x.address + n for x, (_, n) in zip(later, places, strict=False)]
+    assert [found[n] for n in (3, 8, 13, 18, 20)] == addresses
+    assert [driver.map(n).address for n in range(3)] == addresses[:3]
+    changed = {3, 8, 13, 18, 20, *range(25, 29)}  # no LSE: neither address nor strides
+    same = [n for n in range(len(found)) if n not in changed]
+    assert [found[n] for n in same] == [expected[n] for n in same]
+    for bad, words in (((2, 8), "`V` must begin at a multiple of 16"), ((9, 0), "is missing")):
+        wrong = run.bound([*given, out["O"], None], [None] * 5, [*places[:2], bad, *places[3:]])
+        with refused((ValueError, TypeError), words):
+            wrong(*later)
+    with refused(TypeError, "`K` must be fp16"):
+        wide = tensor(2, 3, 77, 64, dtype="float32")
+        run.bound([given[0], wide, *given[2:], out["O"], None], [None] * 5, places)
+
+
+@on_fake_gpu
 def test_strided_and_turned_inputs() -> None:
     """Q, K and V as slices of one packed projection, in both layouts."""
     driver, run = Driver(), kernel(maps=MAPS)

@@ -57,6 +57,24 @@ class Interpreted(Kernel):
                 turned = torch.from_numpy(found.astype(np.float32)).permute(axes[name])
                 tensors[name].copy_(turned.reshape(tensors[name].shape))
 
+    def bound(self, tensors: Any, dims: Any, places: Any) -> Any:
+        """As the launcher does it: of later tensors it takes the memory alone."""
+        forms = [t if t is None else (t.dtype, t.shape, t.stride()) for t in tensors]
+
+        def there(form: Any, place: tuple[int, int], given: Any) -> Any:
+            if form is None or place[0] < 0:
+                return None
+            memory, (kind, shape, strides) = given[place[0]], form
+            first = memory.storage_offset() * memory.itemsize + place[1]
+            empty, storage = torch.empty(0, dtype=kind), memory.untyped_storage()
+            return empty.set_(storage, first // kind.itemsize, shape, strides)
+
+        def launch(*given: Any) -> None:
+            pairs = zip(forms, places, strict=True)
+            self.interpret(0, *(there(f, p, given) for f, p in pairs), *dims)
+
+        return launch
+
     @staticmethod
     def _declared(array: Any, tensor: PlanTensor) -> Any:
         """A caller's array with the axes of the plan, which may have heads in groups."""

@@ -516,7 +516,7 @@ def same(found: Any, wanted: Any) -> None:
 
 
 def test_the_dispatcher_is_left_out_only_if_it_has_nothing_to_do() -> None:
-    seen = operator._undisturbed
+    seen = operator.undisturbed
 
     class Subclass(torch.Tensor):
         pass

@@ -40,6 +40,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     monkeypatch.setattr(PackedOrder, "make", make_packed)
     monkeypatch.setattr(BackwardOrder, "make", make_backward)
     monkeypatch.setattr(kernels, "_KERNELS", {})
+    monkeypatch.setattr(kernels, "_READY", {})
     monkeypatch.setattr(flex, "_TASKS", {})
     torch.manual_seed(0)
     return interpret_operators(monkeypatch)
@@ -165,6 +166,7 @@ def test_a_kernel_is_made_once_and_its_first_output_checked(
 
     monkeypatch.setattr(reference, "check", wrong)
     monkeypatch.setattr(kernels, "_KERNELS", {})
+    monkeypatch.setattr(kernels, "_READY", {})
     assert on_gpu(monkeypatch, *given, causal=True) is not None  # from the store: checked before
     with pytest.raises(WrongKernel):
         on_gpu(monkeypatch, *given)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,7 +112,7 @@ _LAUNCHED: list[tuple[str, ...]] = []
 def interpret_operators(patch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Torch operators take CPU tensors as they take CUDA tensors, and interpret the programs. The
     outputs of each launch are appended to the list."""
-    from flashwright.pytorch import operator, reference
+    from flashwright.pytorch import bound, operator, reference
     from tests.unit.test_steps import Interpreted
 
     _LAUNCHED.clear()
@@ -126,6 +127,16 @@ def interpret_operators(patch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         _LAUNCHED.append(called.outputs)
         return called._on_cuda(*arguments)
 
+    def in_order(functions: list[Any]) -> Any:
+        return lambda *tensors: [function(*tensors) for function in functions]
+
+    def call(found: bound.Bound, *tensors: Any) -> Any:
+        _LAUNCHED.append(found.outputs)
+        return again(found, *tensors)
+
+    again = bound.Bound.__call__
+    patch.setattr(bound.Bound, "__call__", call)
+    patch.setattr(steps, "launcher", lambda: SimpleNamespace(in_order=in_order))
     patch.setattr(operator._Package, "load", load)
     patch.setattr(operator._OnCpu, "__call__", launch)
     patch.setattr(reference, "obstacle", lambda spec, plan: "its kernels are interpreted")

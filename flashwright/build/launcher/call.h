@@ -8,6 +8,7 @@
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 
+#include <algorithm>
 #include <climits>
 #include <cstring>
 #include <sstream>
@@ -19,13 +20,15 @@ namespace fw {
 
 // --- words for complaints ---------------------------------------------------------------------
 
-inline string shape_of(const DLTensor& tensor, const int64_t* values) {
+inline string shape_of(int axes, const int64_t* values) {
   std::ostringstream text;
   text << "(";
-  for (int i = 0; i < tensor.ndim; ++i) text << (i ? ", " : "") << values[i];
-  text << (tensor.ndim == 1 ? ",)" : ")");
+  for (int i = 0; i < axes; ++i) text << (i ? ", " : "") << values[i];
+  text << (axes == 1 ? ",)" : ")");
   return text.str();
 }
+
+inline string shape_of(const DLTensor& tensor, const int64_t* values) { return shape_of(tensor.ndim, values); }
 
 inline string device_of(DLDevice device) {
   string id = std::to_string(device.device_id);
@@ -47,23 +50,42 @@ inline string axes_of(const TensorPlan& tensor, const Order& order) {
 
 // --- the call ---------------------------------------------------------------------------------
 
-struct Given {
-  const DLTensor* tensor = nullptr;
-  std::array<int64_t, kMaxAxes> strides{};  // the caller's axes
-  std::array<int64_t, kMaxAxes> parts{};    // the plan's axes
+inline char* address_of(const DLTensor& tensor) {
+  return static_cast<char*>(tensor.data) + tensor.byte_offset;
+}
 
-  char* address() const { return static_cast<char*>(tensor->data) + tensor->byte_offset; }
+inline uint64_t elements_of(const DLTensor& tensor) {
+  uint64_t count = 1;
+  for (int a = 0; a < tensor.ndim; ++a) count *= tensor.shape[a];
+  return count;
+}
+
+struct Given {
+  const DLTensor* tensor = nullptr;  // while the call is checked; what is below stays
+  bool there = false;
+  uint64_t elements = 0;
+  int axes = 0;
+  std::array<int64_t, kMaxAxes> shape{}, strides{};  // the caller's axes
+  std::array<int64_t, kMaxAxes> parts{};             // the plan's strides
 };
+
+using Addresses = vector<char*>;  // of the plan's tensors; null if not given
 
 // TMA's unit in bytes: addresses and strides are multiples of it. The vectors of tensors that have maps are
 // at least as wide (encode.py sees to that), so that what fits the plan fits TMA.
 constexpr uint64_t kTmaUnit = 16, kFarthest = uint64_t{1} << 40;
 
+// A call whose tensors have been checked. Their memory may be other memory at each launch.
 class Call {
+  // As aligned as CUDA 13 has its maps (before, it was 64), and padded to as much.
+  struct alignas(kMapBytes) Block {
+    char bytes[kMapBytes];
+  };
+
  public:
   Call(const Plan& plan, int layout, const ffi::AnyView* args) : plan_(plan), layout_(layout) {
     dims_.fill(-1);
-    given_.resize(plan.tensors.size());
+    given_.resize(plan.tensors.size()), addresses_.resize(plan.tensors.size());
     for (int pass = 0; pass < 2; ++pass) {  // inputs say what the sizes are, outputs must fit them
       for (size_t i = 0; i < plan.tensors.size(); ++i) {
         if (plan.tensors[i].read == (pass == 0)) take(i, args[i]);
@@ -71,67 +93,36 @@ class Call {
     }
     take_dims(args + plan.tensors.size());
     for (size_t i = 0; i < plan.tensors.size(); ++i) {
-      if (given_[i].tensor != nullptr) check_shape(i);
+      if (given_[i].there) check_shape(i), check_address(i, addresses_[i]);
     }
     check_heads();
     pack();
+    for (Given& given : given_) given.tensor = nullptr;
   }
 
   int device() const { return device_.device_id; }
   void* stream() const { return TVMFFIEnvGetStream(kDLCUDA, device_.device_id); }
-  void* parameters() { return packed_.data(); }
+  const Addresses& addresses() const { return addresses_; }  // of the tensors that were checked
 
-  // Where the launch's counter is, if the plan wants one.
-  void count_at(void* address) {
-    std::memcpy(reinterpret_cast<char*>(packed_.data()) + counter_, &address, sizeof address);
+  // Raises what the constructor does for tensors whose memory begins at the wrong place.
+  void check_addresses(const Addresses& addresses) const {
+    for (size_t i = 0; i < given_.size(); ++i) {
+      if (given_[i].there) check_address(i, addresses[i]);
+    }
   }
 
-  // The maps, which are the first in the struct; in the device's context. `zeros` gives the address of
-  // zeros there: the driver takes no map of a tensor without elements, so it gets one of a single zero.
+  // The parameters of a launch with the tensors and the counter at these addresses, until this thread's next
+  // one. In the device's context.
   template <typename Zeros>
-  void encode(Zeros&& zeros) {
-    for (size_t m = 0; m < plan_.maps.size(); ++m) {
-      const MapPlan& map = plan_.maps[m];
-      const TensorPlan& plan = plan_.tensors[map.tensor];
-      const Given& given = given_[map.tensor];
-      size_t axes = plan.axes.size(), rank = map_rank(plan);
-      std::array<uint64_t, kMaxMapAxes> sizes{}, strides{};  // the last axis first
-      std::array<uint32_t, kMaxMapAxes> every{1, 1, 1, 1, 1};
-      bool empty = false;
-      uint64_t view = 1;  // elements
-      for (size_t i = 0; i < rank; ++i) {
-        if (i < axes) {
-          sizes[i] = plan.axes[axes - 1 - i].size.value(dims_);
-          strides[i] = given.parts[axes - 1 - i] * plan.bits / 8;
-        } else {
-          sizes[i] = empty ? 0 : elements(*given.tensor) / view;
-          strides[i] = view * plan.bits / 8;
-        }
-        if (sizes[i] == 1) strides[i] = kTmaUnit;  // any will do, and the given one may be any
-        empty = empty || sizes[i] == 0;
-        view *= sizes[i];
-      }
-      if (map.ranges) {
-        sizes[1] = kRange, sizes[rank] = sizes[rank + 1] = kRangeAxis;
-        strides[rank] = strides[1], strides[rank + 1] = kRangeStride - strides[1];
-        rank += 2;
-      }
-      if (map.pages) {
-        sizes[rank] = sizes[1] + 1, sizes[1] = map.box[1];
-        strides[rank++] = strides[1];
-      }
-      uint64_t before = map.pages ? map.box[1] * strides[1] : 0;  // where its memory is taken to begin
-      if (empty) sizes.fill(1), strides.fill(kTmaUnit);
-      if (map.optional && !empty && !fits_tma(plan, given, sizes, strides, rank)) {
-        std::memset(packed_[m].bytes, 0, kMapBytes);
-        continue;
-      }
-      Result result = map_driver().cuTensorMapEncodeTiled(
-          packed_[m].bytes, map.type, static_cast<uint32_t>(rank), empty ? zeros() : given.address() - before,
-          sizes.data(), strides.data() + 1, map.box.data(), every.data(), kNoInterleave, map.swizzle,
-          kPromote128, kFillZeros);
-      if (result != 0) driver().check(result, map_of(plan, given).c_str());
+  void* parameters(const Addresses& addresses, void* counter, Zeros&& zeros) const {
+    thread_local vector<Block> made;
+    made = packed_;
+    for (size_t i = 0; i < given_.size(); ++i) {
+      std::memcpy(reinterpret_cast<char*>(made.data()) + slots_[i], &addresses[i], sizeof(char*));
     }
+    if (plan_.counter) std::memcpy(reinterpret_cast<char*>(made.data()) + counter_, &counter, sizeof counter);
+    encode(addresses, made, zeros);
+    return made.data();
   }
 
   // Blocks in x, y and z; false where there is nothing to do. Of a kernel that stays, all of them in x.
@@ -175,7 +166,8 @@ class Call {
     auto pointer = arg.try_cast<DLTensor*>();
     if (!pointer) FW_REFUSE(TypeError, plan) << "must be a tensor, not " << arg.GetTypeKey();
     Given& given = given_[i];
-    given.tensor = *pointer;
+    given.tensor = *pointer, given.there = true;
+    given.elements = elements_of(*given.tensor), addresses_[i] = address_of(*given.tensor);
     check_kind(plan, *given.tensor);
     const Order& order = plan.orders[layout_];
     if (!plan.flat && given.tensor->ndim != static_cast<int>(order.size())) {
@@ -207,9 +199,10 @@ class Call {
   void read_strides(const TensorPlan& plan, Given& given) {
     const DLTensor& tensor = *given.tensor;
     int64_t dense = 1;
+    given.axes = std::min<int>(tensor.ndim, kMaxAxes);
     for (int i = tensor.ndim - 1; i >= 0; --i) {
       int64_t stride = tensor.strides ? tensor.strides[i] : dense;
-      if (i < static_cast<int>(kMaxAxes)) given.strides[i] = stride;
+      if (i < given.axes) given.shape[i] = tensor.shape[i], given.strides[i] = stride;
       if (plan.flat && tensor.shape[i] > 1 && stride != dense) {
         FW_REFUSE(ValueError, plan) << "must be contiguous; its strides are "
                                     << shape_of(tensor, tensor.strides);
@@ -291,8 +284,6 @@ class Call {
   void check_shape(size_t i) {
     const TensorPlan& plan = plan_.tensors[i];
     const DLTensor& tensor = *given_[i].tensor;
-    bool empty = false;
-    for (int a = 0; a < tensor.ndim; ++a) empty = empty || tensor.shape[a] == 0;
     const Order& order = plan.orders[layout_];
     for (size_t c = 0; c < order.size() && !plan.flat; ++c) {
       int64_t wanted = 1;
@@ -304,13 +295,17 @@ class Call {
                                     << plan.axes[order[c][0]].label << ", not " << tensor.shape[c]
                                     << "; its shape is " << shape_of(tensor, tensor.shape);
       }
-      if (plan.written && !empty && wanted > 1 && given_[i].strides[c] == 0) {
+      if (plan.written && given_[i].elements && wanted > 1 && given_[i].strides[c] == 0) {
         FW_REFUSE(ValueError, plan) << "is written, but its elements share memory: its strides are "
                                     << shape_of(tensor, given_[i].strides.data());
       }
     }
+  }
+
+  void check_address(size_t i, const char* address) const {
+    const TensorPlan& plan = plan_.tensors[i];
     int64_t bytes = plan.vector_width * plan.bits / 8;
-    if (!empty && reinterpret_cast<uintptr_t>(given_[i].address()) % bytes != 0) {
+    if (given_[i].elements != 0 && reinterpret_cast<uintptr_t>(address) % bytes != 0) {
       FW_REFUSE(ValueError, plan) << "must begin at a multiple of " << bytes
                                   << " bytes: give it a copy (contiguous memory of its own)";
     }
@@ -333,9 +328,9 @@ class Call {
     for (size_t i = 0; i < plan_.tensors.size(); ++i) {
       const TensorPlan& plan = plan_.tensors[i];
       Given& given = given_[i];
-      bool there = given.tensor != nullptr;
-      push<void*>(there ? given.address() : nullptr);
-      if (there) plan.flat ? dense_strides(plan, given.parts) : split_strides(i, given.parts);
+      slots_.push_back(used_);
+      push<void*>(nullptr);  // its address, at a launch
+      if (given.there) plan.flat ? dense_strides(plan, given.parts) : split_strides(i, given.parts);
       for (size_t a = 0; a < plan.axes.size(); ++a) push<int64_t>(given.parts[a]);
     }
     counter_ = used_;
@@ -343,27 +338,19 @@ class Call {
     for (size_t d = 0; d < plan_.dims.size(); ++d) push<int32_t>(static_cast<int32_t>(dims_[d]));
   }
 
-  static uint64_t elements(const DLTensor& tensor) {
-    uint64_t count = 1;
-    for (int a = 0; a < tensor.ndim; ++a) count *= tensor.shape[a];
-    return count;
-  }
-
   // Whether the address and all strides are multiples of TMA's unit, and the last axis is contiguous.
   using MapSizes = std::array<uint64_t, kMaxMapAxes>;
-  static bool fits_tma(const TensorPlan& plan, const Given& given, const MapSizes& sizes,
+  static bool fits_tma(const TensorPlan& plan, const char* address, const MapSizes& sizes,
                        const MapSizes& strides, size_t rank) {
-    bool fits = reinterpret_cast<uintptr_t>(given.address()) % kTmaUnit == 0;
+    bool fits = reinterpret_cast<uintptr_t>(address) % kTmaUnit == 0;
     fits = fits && (sizes[0] == 1 || strides[0] * 8 == static_cast<uint64_t>(plan.bits));
     for (size_t i = 1; i < rank; ++i) fits = fits && strides[i] % kTmaUnit == 0 && strides[i] < kFarthest;
     return fits;
   }
 
   static string map_of(const TensorPlan& plan, const Given& given) {
-    const DLTensor& tensor = *given.tensor;
-    return "encoding the tensor map of `" + plan.name + "`, whose shape is " +
-           shape_of(tensor, tensor.shape) + " and whose strides are " +
-           shape_of(tensor, given.strides.data()) + ",";
+    return "encoding the tensor map of `" + plan.name + "`, whose shape is " + shape_of(given.axes, given.shape.data()) +
+           " and whose strides are " + shape_of(given.axes, given.strides.data()) + ",";
   }
 
   void dense_strides(const TensorPlan& plan, std::array<int64_t, kMaxAxes>& strides) const {
@@ -416,16 +403,58 @@ class Call {
     return 0;
   }
 
+  // The maps, which are the first in the struct. `zeros` gives the address of zeros: the driver takes no
+  // map of a tensor without elements, so it gets one of a single zero.
+  template <typename Zeros>
+  void encode(const Addresses& addresses, vector<Block>& packed, Zeros&& zeros) const {
+    for (size_t m = 0; m < plan_.maps.size(); ++m) {
+      const MapPlan& map = plan_.maps[m];
+      const TensorPlan& plan = plan_.tensors[map.tensor];
+      const Given& given = given_[map.tensor];
+      size_t axes = plan.axes.size(), rank = map_rank(plan);
+      std::array<uint64_t, kMaxMapAxes> sizes{}, strides{};  // the last axis first
+      std::array<uint32_t, kMaxMapAxes> every{1, 1, 1, 1, 1};
+      bool empty = false;
+      uint64_t view = 1;  // elements
+      for (size_t i = 0; i < rank; ++i) {
+        if (i < axes) {
+          sizes[i] = plan.axes[axes - 1 - i].size.value(dims_);
+          strides[i] = given.parts[axes - 1 - i] * plan.bits / 8;
+        } else {
+          sizes[i] = empty ? 0 : given.elements / view;
+          strides[i] = view * plan.bits / 8;
+        }
+        if (sizes[i] == 1) strides[i] = kTmaUnit;  // any will do, and the given one may be any
+        empty = empty || sizes[i] == 0;
+        view *= sizes[i];
+      }
+      if (map.ranges) {
+        sizes[1] = kRange, sizes[rank] = sizes[rank + 1] = kRangeAxis;
+        strides[rank] = strides[1], strides[rank + 1] = kRangeStride - strides[1];
+        rank += 2;
+      }
+      if (map.pages) {
+        sizes[rank] = sizes[1] + 1, sizes[1] = map.box[1];
+        strides[rank++] = strides[1];
+      }
+      uint64_t before = map.pages ? map.box[1] * strides[1] : 0;  // the map's memory begins so far before the tensor
+      if (empty) sizes.fill(1), strides.fill(kTmaUnit);
+      if (map.optional && !empty && !fits_tma(plan, addresses[map.tensor], sizes, strides, rank)) {
+        continue;  // it stays 0
+      }
+      Result result = map_driver().cuTensorMapEncodeTiled(
+          packed[m].bytes, map.type, static_cast<uint32_t>(rank),
+          empty ? zeros() : addresses[map.tensor] - before, sizes.data(), strides.data() + 1, map.box.data(),
+          every.data(), kNoInterleave, map.swizzle, kPromote128, kFillZeros);
+      if (result != 0) driver().check(result, map_of(plan, given).c_str());
+    }
+  }
+
   template <typename T>
   void push(T value) {
     std::memcpy(reinterpret_cast<char*>(packed_.data()) + used_, &value, sizeof(T));
     used_ += sizeof(T);
   }
-
-  // As aligned as CUDA 13 has its maps (before, it was 64), and padded to as much.
-  struct alignas(kMapBytes) Block {
-    char bytes[kMapBytes];
-  };
 
   const Plan& plan_;
   int layout_;
@@ -434,10 +463,12 @@ class Call {
   int64_t split_heads_ = -1;  // of a head axis that the plan has in two parts
   const TensorPlan* split_owner_ = nullptr;
   vector<Given> given_;
+  Addresses addresses_;
   DLDevice device_{};
   const char* device_owner_ = nullptr;
-  vector<Block> packed_;
-  size_t used_ = 0, counter_ = 0;  // bytes; where the counter's address is
+  vector<Block> packed_;  // without addresses and maps
+  vector<size_t> slots_;  // where each tensor's address goes, in bytes
+  size_t used_ = 0, counter_ = 0;  // bytes; where the counter's address goes
 };
 
 }  // namespace fw

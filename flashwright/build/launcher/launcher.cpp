@@ -76,35 +76,59 @@ struct Loaded {
   int sms;
 };
 
-class Launcher {
+// What a launch is for, in its first argument; the first bit is the layout.
+constexpr int64_t kCheckOnly = 2, kBind = 4;
+
+class Launcher : public std::enable_shared_from_this<Launcher> {
  public:
   Launcher(ffi::Bytes cubin, ffi::Bytes ptx, Plan plan)
       : cubin_(std::move(cubin)), ptx_(std::move(ptx)), plan_(std::move(plan)) {}
 
-  // Arguments: layout (0 or 1; +2 to check only), the tensors, the dimensions; None where not given.
-  void operator()(const ffi::AnyView* args, int32_t count) {
+  // Arguments: layout (0 or 1; +2 to check only, +4 to bind), the tensors, the dimensions; None where not
+  // given. The result of binding is the launch as a function of the tensors' addresses.
+  void operator()(const ffi::AnyView* args, int32_t count, ffi::Any* result) {
     size_t wanted = 1 + plan_.tensors.size() + plan_.dims.size();
     if (static_cast<size_t>(count) != wanted) {
       TVM_FFI_THROW(TypeError) << "expected " << wanted << " arguments, not " << count;
     }
     int64_t mode = args[0].cast<int64_t>();
+    if (mode & kBind) {
+      *result = bound(std::make_shared<const Call>(plan_, mode & 1, args + 1));
+      return;
+    }
     Call call(plan_, mode & 1, args + 1);
+    launch(call, call.addresses(), mode & kCheckOnly);
+  }
+
+ private:
+  ffi::Function bound(std::shared_ptr<const Call> call) {
     unsigned blocks[3];
-    if (!call.grid(blocks) || (mode & 2)) return;
+    call->grid(blocks);  // too many are told of now
+    auto run = [self = shared_from_this(), call](const ffi::AnyView* args, int32_t count, ffi::Any*) {
+      thread_local Addresses addresses;
+      addresses.clear();
+      for (int32_t i = 0; i < count; ++i) addresses.push_back(static_cast<char*>(args[i].cast<void*>()));
+      call->check_addresses(addresses);
+      self->launch(*call, addresses);
+    };
+    return ffi::Function::FromPacked(run);
+  }
+
+  void launch(const Call& call, const Addresses& addresses, bool check_only = false) {
+    unsigned blocks[3];
+    if (!call.grid(blocks) || check_only) return;
     const Loaded& code = on(call.device());
     if (plan_.stays) blocks[0] = std::min(blocks[0], static_cast<unsigned>(code.sms));
     InContext here(code.context);
-    call.encode([&] { return zeros(call.device()); });
     std::optional<Counter> counter;
-    if (plan_.counter) call.count_at(counter.emplace(call.device(), call.stream()).address);
-    void* parameters[] = {call.parameters()};
+    void* count = plan_.counter ? counter.emplace(call.device(), call.stream()).address : nullptr;
+    void* parameters[] = {call.parameters(addresses, count, [&] { return zeros(call.device()); })};
     Result result = driver().cuLaunchKernel(
         code.kernel, blocks[0], blocks[1], blocks[2], static_cast<unsigned>(plan_.threads), 1, 1,
         static_cast<unsigned>(plan_.shared), call.stream(), parameters, nullptr);
     driver().check(result, "launching the kernel");
   }
 
- private:
   const Loaded& on(int device) {
     if (device < 0 || device >= static_cast<int>(kMaxDevices)) {
       TVM_FFI_THROW(ValueError) << "cuda:" << device << " is out of range";
@@ -227,7 +251,9 @@ ffi::Function make(ffi::Bytes cubin, ffi::Bytes ptx, ffi::Array<int64_t> numbers
   if (plan.counter) pool_driver();
   auto launcher = std::make_shared<Launcher>(cubin, ptx, std::move(plan));
   return ffi::Function::FromPacked(
-      [launcher](const ffi::AnyView* args, int32_t count, ffi::Any*) { (*launcher)(args, count); });
+      [launcher](const ffi::AnyView* args, int32_t count, ffi::Any* result) {
+        (*launcher)(args, count, result);
+      });
 }
 
 // Where a dimension is read off: an axis of an argument, whose size is a multiple of it.
@@ -259,6 +285,28 @@ ffi::Function of_tensors(ffi::Function launch, ffi::Array<int64_t> tensors, ffi:
   return ffi::Function::FromPacked(run);
 }
 
+// A bound launch as a function of tensors, whose memory is used and nothing else. Two numbers for each tensor of the
+// plan: which argument it begins in, and how many bytes from there. None where the first is negative.
+ffi::Function at_places(ffi::Function launch, ffi::Array<int64_t> numbers) {
+  struct Place {
+    int64_t argument, offset;
+  };
+  vector<Place> places;
+  for (size_t i = 0; i < numbers.size(); i += 2) places.push_back({numbers[i], numbers[i + 1]});
+  auto run = [launch, places](const ffi::AnyView* args, int32_t count, ffi::Any* result) {
+    thread_local vector<ffi::AnyView> addresses;
+    addresses.clear();
+    for (const Place& place : places) {
+      if (place.argument >= count) TVM_FFI_THROW(TypeError) << "tensor " << place.argument << " is missing";
+      void* address = nullptr;
+      if (place.argument >= 0) address = address_of(*args[place.argument].cast<DLTensor*>()) + place.offset;
+      addresses.push_back(ffi::AnyView(address));
+    }
+    launch.CallPacked(addresses.data(), static_cast<int32_t>(addresses.size()), result);
+  };
+  return ffi::Function::FromPacked(run);
+}
+
 // Functions of the same arguments as one, which calls them in their order.
 ffi::Function in_order(ffi::Array<ffi::Function> functions) {
   return ffi::Function::FromPacked([functions](const ffi::AnyView* args, int32_t count, ffi::Any* result) {
@@ -276,5 +324,6 @@ void synchronize(int64_t device) {
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(make, fw::make);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(of_tensors, fw::of_tensors);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(at_places, fw::at_places);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(in_order, fw::in_order);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(synchronize, fw::synchronize);

@@ -1,0 +1,197 @@
+"""A cache of keys and values: where those of each sequence lie, and what is written there.
+
+PyTorch does the writing, and rotates queries and new keys before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashwright.serving import arguments
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values, and where those of each sequence are."""
+
+    k: Any
+    v: Any
+    table: Any
+    entries: Any = None
+    padding: Any = None
+    starts: Any = None
+    """Where the keys of each sequence begin, if it is known."""
+
+    @property
+    def longest(self) -> int:
+        """The most keys that a sequence may have."""
+        pages = 1 if self.table is None else self.table.shape[1]
+        return int(pages * self.k.shape[1])
+
+    def tensors(self, lengths: Any) -> dict[str, Any]:
+        """The tensors of a call, as reference.py names them."""
+        if self.table is not None:
+            return {"k": self.k, "v": self.v, "table": self.table, "lengthsk": lengths}
+        (k, step), (v, other) = _behind_each_other(self.k), _behind_each_other(self.v)
+        if step != other:
+            raise ValueError("k_cache and v_cache must have the same strides from entry to entry")
+        starts = self.starts
+        if starts is None:
+            starts = _starts(lengths.shape[0], step, lengths.device)
+        return {"k": k, "v": v, "startsk": starts, "lengthsk": lengths}
+
+    def range(self, lengths: Any) -> tuple[Any, Any]:
+        """Where the keys of each sequence begin in a cache of entries, None if as many entries from
+        one to the next, and how many there are."""
+        if self.entries is None and self.padding is None:
+            return None, lengths
+        starts = self._entries(lengths) * _behind_each_other(self.k)[1]
+        if self.padding is not None:
+            starts, lengths = starts + self.padding, lengths - self.padding
+        return starts.int(), lengths.int()
+
+    def append(self, k: Any, v: Any, lengths: Any, scales: Mapping[str, Any]) -> None:
+        """Write new keys and values behind those that are there, divided by the scales of 8-bit
+        ones."""
+        places = positions(lengths, k.shape[1]).long()
+        if self.table is not None:
+            size = self.k.shape[1]
+            outer, places = self.table.long().gather(1, places // size), places % size
+        else:
+            outer = self._entries(lengths).long()[:, None]
+        for cache, new, scale in (
+            (self.k, k, scales.get("kdescale")),
+            (self.v, v, scales.get("vdescale")),
+        ):
+            if scale is not None and new.dtype != cache.dtype:
+                new = _narrowed(new.float() / scale[:, None, :, None], cache.dtype)
+            rows = new.to(cache.dtype)
+            if rows.element_size() == 1:  # 8-bit floats have no index
+                cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
+            cache[outer, places] = rows
+
+    def _entries(self, lengths: Any) -> Any:
+        if self.entries is not None:
+            return self.entries
+        return torch.arange(lengths.shape[0], dtype=torch.int32, device=lengths.device)
+
+
+def _narrowed(x: Any, kind: Any) -> Any:
+    """Numbers within the range of a type, which has no infinity."""
+    most = torch.finfo(kind).max
+    return x.clamp(-most, most)
+
+
+_STARTS: dict[tuple[int, int, Any], Any] = {}
+
+
+def _starts(batch: int, step: int, device: Any) -> Any:
+    """Where the entries of a cache begin, as int32; made once."""
+    known = batch, step, device
+    starts = _STARTS.get(known)
+    if starts is None:
+        starts = torch.arange(batch, dtype=torch.int32, device=device) * step
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _STARTS[known] = starts  # else it belongs to the graph, and has no numbers yet
+    return starts
+
+
+def _behind_each_other(cache: Any) -> tuple[Any, int]:
+    """A cache of entries as one tensor of tokens, and the tokens from one entry to the next."""
+    entries, positions, *rest = cache.shape
+    far, near, *inner = cache.stride()
+    if not near or far % near:
+        raise ValueError("the entries of a cache must be whole rows apart: make it contiguous")
+    step = far // near if entries > 1 else positions
+    tokens = (entries - 1) * step + positions
+    return cache.as_strided((tokens, *rest), (near, *inner)), step
+
+
+def lengths_of(q: Any, cache: Cache, lengths: Any) -> Any:
+    """How many keys each sequence has, as int32. Raises ValueError or TypeError, with the argument,
+    for tensors that do not fit."""
+    kind = "pages" if cache.table is not None else "batch"
+    keys = f"{kind}, positions, heads, dim"
+    given = {"q": q, "k_cache": cache.k, "v_cache": cache.v}
+    axes = {"q": "batch, tokens, heads, dim", "k_cache": keys, "v_cache": keys}
+    arguments.check_axes(given, axes)
+    if cache.k.shape[:-1] != cache.v.shape[:-1]:
+        raise ValueError("k_cache and v_cache must have the same positions and heads")
+    batch, device = q.shape[0], q.device
+    if cache.table is not None:
+        arguments.check_numbers("block_table", cache.table, device, (batch, None))
+        if cache.entries is not None or cache.padding is not None:
+            raise ValueError("cache_batch_idx and cache_leftpad are for a cache without pages")
+        if lengths is None:
+            raise ValueError("block_table needs cache_seqlens: how many keys each sequence has")
+    for name, numbers in (("cache_batch_idx", cache.entries), ("cache_leftpad", cache.padding)):
+        if numbers is not None:
+            arguments.check_numbers(name, numbers, device, (batch,))
+    anywhere = cache.table is not None or cache.entries is not None or cache.starts is not None
+    if not anywhere and cache.k.shape[0] != batch:
+        raise ValueError(f"k_cache has {cache.k.shape[0]} entries and q {batch} sequences")
+    if lengths is None or isinstance(lengths, int):
+        count = cache.k.shape[1] if lengths is None else lengths
+        if not 0 <= count <= cache.longest:
+            raise ValueError(
+                f"cache_seqlens is {count}, and the cache has room for {cache.longest}"
+            )
+        return torch.full((batch,), count, dtype=torch.int32, device=device)
+    arguments.check_numbers("cache_seqlens", lengths, device, (batch,))
+    return lengths
+
+
+def positions(lengths: Any, count: int) -> Any:
+    """The positions of `count` tokens behind the keys of each sequence."""
+    return lengths[:, None] + torch.arange(count, dtype=torch.int32, device=lengths.device)
+
+
+@dataclass(frozen=True)
+class New:
+    """New keys and values of a call, if it has some, and how its queries and these are rotated."""
+
+    k: Any
+    v: Any
+    cos: Any
+    sin: Any
+    pairs: bool
+    """Whether neighbouring columns are rotated, else the first half with the second."""
+    first: int
+    """The position of a cache's first key."""
+
+    def written(
+        self, q: Any, cache: Cache, lengths: Any, ordered: bool, scales: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """The queries, and how many keys there are once the new ones are in the cache. If `ordered`
+        each query is rotated by a position of its own, else all of a sequence by that of the first.
+        """
+        k = self.k
+        if self.cos is not None:
+            q = self._rotated(q, positions(lengths, q.shape[1] if ordered else 1))
+            k = self._rotated(k, positions(lengths, k.shape[1])) if k is not None else None
+        if k is None:
+            return q, lengths
+        cache.append(k, self.v, lengths, scales)
+        return q, lengths + k.shape[1]
+
+    def _rotated(self, x: Any, places: Any) -> Any:
+        """x, (batch, tokens, heads, dim), with the first columns rotated by the angles of its
+        places."""
+        places = places.long() + self.first
+        width = 2 * self.cos.shape[-1]
+        cos, sin = (angle[places][:, :, None].float() for angle in (self.cos, self.sin))
+        part, rest = x[..., :width].float(), x[..., width:]
+        if self.pairs:
+            first, second = part[..., ::2], part[..., 1::2]
+        else:
+            first, second = part.chunk(2, dim=-1)
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        if self.pairs:
+            joined = torch.stack(turned, dim=-1).flatten(-2)
+        else:
+            joined = torch.cat(turned, dim=-1)
+        return torch.cat((joined.to(x.dtype), rest), dim=-1)

@@ -1,0 +1,26 @@
+"""Attention over two sets of keys, put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def merge_states(o1: Any, lse1: Any, o2: Any, lse2: Any) -> tuple[Any, Any]:
+    """O and log-sum-exp over two sets of keys, from those over each, by PyTorch.
+
+    O is (..., tokens, heads, dim), the log-sum-exp (..., heads, tokens), natural, as the functions
+    for serving return them. Rows of -inf have no keys and count as nothing.
+    """
+    for name, out, lse in (("1", o1, lse1), ("2", o2, lse2)):
+        *outer, tokens, heads, _ = out.shape
+        if tuple(lse.shape) != (*outer, heads, tokens):
+            text = f"lse{name} must have the axes (..., heads, tokens) of o{name}"
+            raise ValueError(f"{text}: {(*outer, heads, tokens)}, not {tuple(lse.shape)}")
+    if o1.shape != o2.shape:
+        raise ValueError(f"o1 and o2 must have one shape, not {[*o1.shape]} and {[*o2.shape]}")
+    share = torch.sigmoid(lse1.float() - lse2.float())
+    share = share.nan_to_num(0.0).transpose(-2, -1)[..., None]  # neither has a key
+    out = torch.lerp(o2.float(), o1.float(), share).to(o1.dtype)
+    return out, torch.logaddexp(lse1.float(), lse2.float())
