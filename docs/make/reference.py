@@ -22,6 +22,8 @@ EXAMPLES = {
     "head_dim": "head_dim = 128",
     "v_dim": "v_dim = 64",
     "dtype": 'dtype = "bf16"',
+    "kv_dtype": 'kv_dtype = "fp8"',
+    "latent": "latent = true",
     "causal": "causal = true",
     "window": "window = 512",
     "sink_tokens": "sink_tokens = 4",
@@ -36,12 +38,16 @@ EXAMPLES = {
     "stride": "stride = 16",
     "selected_block": "selected_block = 64",
     "top_k": "top_k = 16",
+    "packed": "packed = true",
+    "decode": "decode = 1",
+    "cache": "cache = true",
+    "page": "page = 16",
     "reference": 'reference = "mine.py"',
     "tolerance": "tolerance = 0.01",
     "repeatable": "repeatable = false",
     "dims": "dims = {pages = 9}",
 }
-NEEDS = {"sink_tokens": "window"}
+NEEDS = {"sink_tokens": "window", "latent": "v_dim"}
 """Keys that mean something only beside another one."""
 
 

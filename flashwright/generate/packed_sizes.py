@@ -98,6 +98,7 @@ def rectangular(
     few = None
     if spec.decode is not None:  # a page of whole steps is one place in memory
         behind = spec.page if spec.page is not None and spec.page % _STEP == 0 else 2 * _STEP
+        behind = _STEP if mods is not None else behind  # a mask's own reads take registers
         few = rows_for(spec.decode * spec.group, spec.value_dim), behind
     return write_code(sketch, spec.each, gpu, mods, headroom, few, _USUAL_KEYS)
 

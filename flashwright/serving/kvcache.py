@@ -127,11 +127,14 @@ def flash_attn_with_kvcache(
     return (found[0], found[1]) if return_softmax_lse else found[0]
 
 
-def _check_pairs(*tensors: Any) -> None:
+def _check_pairs(k: Any, v: Any, cos: Any, sin: Any, prefix_k: Any, prefix_v: Any) -> None:
     """Raise ValueError if one of two arguments that belong together is missing."""
-    for n, names in enumerate(("k and v", "rotary_cos and rotary_sin", "prefix_k and prefix_v")):
-        if (tensors[2 * n] is None) != (tensors[2 * n + 1] is None):
-            raise ValueError(f"pass both {names}, or neither")
+    if (k is None) != (v is None):
+        raise ValueError("pass both k and v, or neither")
+    if (cos is None) != (sin is None):
+        raise ValueError("pass both rotary_cos and rotary_sin, or neither")
+    if (prefix_k is None) != (prefix_v is None):
+        raise ValueError("pass both prefix_k and prefix_v, or neither")
 
 
 def _attention(tensors: dict[str, Any], options: tuple[Any, ...], lse: bool) -> Sequence[Any]:
@@ -147,7 +150,7 @@ def _over_prefix(
 ) -> tuple[Any, Any]:
     """O and LSE over keys, (tokens, heads, dim), that all queries of all sequences see: these are
     queries of one sequence, so that the keys are read once."""
-    scale, _, window, softcap, *_ = options
+    scale, causal, window, softcap, *_ = options
     arguments.check_axes(
         {"prefix_k": k, "prefix_v": v},
         dict.fromkeys(("prefix_k", "prefix_v"), "tokens, heads, dim"),
@@ -156,13 +159,14 @@ def _over_prefix(
         raise ValueError(
             "prefix_k and prefix_v must have the same tokens, and the heads of k_cache"
         )
-    if window != (-1, -1) or tensors["slopes"] is not None:
+    masks = arguments.settings_of(scale, causal, window, softcap)
+    if "window" in masks or tensors["slopes"] is not None:
         raise NoKernel("prefix_k: a window and ALiBi count places in the cache: leave them away")
     q = tensors["q"]
     batch, queries, heads, _ = q.shape
     every = {**dict.fromkeys(tensors), "q": q.reshape(1, batch * queries, heads, -1)}
     every |= {"k": k[None], "v": v[None]}
-    plain = (scale, False, window, softcap, 0, None, None)
+    plain = (scale, False, (-1, -1), softcap, 0, None, None)
     out, lse = _attention(every, plain, lse=True)
     return out.view(batch, queries, heads, -1), lse.view(heads, batch, queries).transpose(0, 1)
 
@@ -207,9 +211,11 @@ def decode(
     task = arguments.task(given, settings)
     batch, queries = given["q"].shape[:2]
     group = task.spec.group
-    few = rows_for(queries * group, task.spec.value_dim)
-    form = batch_of_few(queries, group, task.spec.value_dim, page)
-    wanted = Wanted(task, form, tree.mods() if "tree" in given else None)
+    mods, alike = None, queries
+    if "tree" in given:
+        mods, alike = tree.mods(), max(1, min(queries, tree.ROWS // group))
+    few = rows_for(alike * group, task.spec.value_dim)
+    wanted = Wanted(task, batch_of_few(alike, group, task.spec.value_dim, page), mods)
     blocks = batch * task.spec.kv_heads * ceil(queries * group / few)
     sizes = {"splits": splits or split_count(task.card, blocks, longest)}
     sizes |= {"q_len": queries, "kv_len": longest, "batch": batch}

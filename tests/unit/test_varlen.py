@@ -40,7 +40,6 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     monkeypatch.setattr(PackedOrder, "make", make_packed)
     monkeypatch.setattr(BackwardOrder, "make", make_backward)
     monkeypatch.setattr(kernels, "_KERNELS", {})
-    monkeypatch.setattr(kernels, "_READY", {})
     monkeypatch.setattr(flex, "_TASKS", {})
     torch.manual_seed(0)
     return interpret_operators(monkeypatch)

@@ -28,13 +28,14 @@ from flashwright.lower.printing.local_products import local_products
 from flashwright.lower.printing.rules import RULES, Context, Lines
 from flashwright.lower.targets.atoms import CPP_TYPES, atom
 from flashwright.lower.term import ZERO, real, variables
-from flashwright.program.program import Buffer, Key, Program
+from flashwright.program.program import Buffer, Key, Program, Tensor
 from flashwright.program.vocabulary import DTYPES, SCHEDULE_PARAMS
 
 WIDTH = 100
 # Registers of a producer and of a consumer thread, by consumer warpgroups: setmaxnreg.
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
 REGISTERS_WIDE = {1: (0, 0), 2: (32, 232), 3: (32, 160)}  # where a tile is more than 4 boxes,
+REGISTERS_PAGED = {1: (0, 0), 2: (72, 216), 3: (56, 152)}  # where its rows lie in pages,
 REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where are helpers or a queue,
 REGISTERS_STAGING = {1: (0, 0), 2: (56, 224), 3: (56, 152)}  # and helper warps with more to do
 LOOSEST = (("?", ":"), ("||",), ("&&",), ("|",), ("&",), ("+", "-"))
@@ -196,6 +197,8 @@ class Printer:
         for key, buffer in self.program.buffers.items():
             if not self.rings or buffer.space == "shared":
                 page.write(self._declare(key, buffer), _lines(buffer.declared), 1)
+        for tensor in self._in_pages():
+            page.write([self._rows_of_a_page(tensor)], _lines(tensor.declared), 1)
         if self.kernel.sequences is not None:
             page.write([f"fw::TileQueue const tile_queue(shared + {self.queue});"], None, 1)
         if not self.rings:
@@ -204,6 +207,17 @@ class Printer:
         page.add(body)
         page.write(["}"])
         return page
+
+    def _in_pages(self) -> list[Tensor]:
+        """The tensors that TMA loads page by page."""
+        windows = (p.window for p in self.context.loaded.values()) if self.rings else ()
+        found = {w.tensor.name: w.tensor for w in windows if w.page_rows is not None}
+        return list(found.values())
+
+    def _rows_of_a_page(self, tensor: Tensor) -> str:
+        strides = [f"p.{cpp(tensor.name)}.stride[{axis}]" for axis in (0, len(tensor.axes) - 2)]
+        rows = ir.rows_of_a_page(tensor).name
+        return f"int const {rows} = static_cast<int>({' / '.join(strides)});  // in rows"
 
     def _turns(self) -> Lines:
         for tensor in self.program.counters.values():
@@ -425,6 +439,8 @@ def tile_loop(kernel: ir.Kernel, producer: bool = False) -> str:
 def register_counts(program: Program, kernel: ir.Kernel, roles: ir.Roles) -> tuple[int, int]:
     """What setmaxnreg leaves a producer thread and gives a consumer one; 0 where it is not used."""
     groups = program.warps // 4
+    if any(isinstance(n, ir.Load) and n.window.page_rows for n in ir.flat(roles.producer)):
+        return REGISTERS_PAGED[groups]
     if any(_by_element(n) for n in ir.flat(roles.helpers)):
         return REGISTERS_STAGING[groups]
     if _reads_table(roles) or (roles.helpers and _wide(program, roles.helpers)):
