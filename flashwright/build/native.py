@@ -31,7 +31,7 @@ GET_COMPILER = "install g++ (on Debian and Ubuntu: apt install g++), or name a c
 
 @functools.cache
 def launcher() -> Any:
-    """The loaded library: make, of_tensors, at_places, in_order, synchronize. Raises
+    """The loaded library: make, of_tensors, at_places, form, in_order, synchronize. Raises
     Failed if unavailable."""
     ffi = _ffi()
     if BUILT_IN.is_file():

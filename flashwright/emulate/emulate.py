@@ -312,10 +312,11 @@ def _map(
     if one.ranges:  # two axes more, so that a tile ends where its range does
         sizes = [RANGE_AXIS, RANGE_AXIS, *sizes[:-2], RANGE, sizes[-1]]
         strides = [RANGE_STRIDE - strides[-2], strides[-2], *strides]
-    if one.pages:  # one axis more, and a memory that begins a box before the tensor
-        base = (base - one.box[-2] * strides[-2]) % 2**64
-        sizes = [sizes[-2] + 1, *sizes[:-2], one.box[-2], sizes[-1]]
-        strides = [strides[-2], *strides]
+    if one.pages:  # the same, of the rows of all pages together
+        if sizes[0] > 1 and strides[0] % strides[-2]:
+            raise ValueError(f"the pages of `{tensor.name}` must be whole rows apart")
+        sizes = [RANGE_AXIS, RANGE_AXIS, *sizes[1:-2], RANGE, sizes[-1]]
+        strides = [RANGE_STRIDE - strides[-2], strides[-2], *strides[1:]]
     if empty:
         sizes, base, strides = [1] * len(sizes), place[1], [_TMA_UNIT] * len(sizes)
     outer = strides[:-1]

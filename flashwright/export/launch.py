@@ -141,8 +141,6 @@ class TensorMap(NamedTuple):
     strides: Any
     box: Any
     steps: Any
-    before: int
-    """How many bytes before the tensor its memory is taken to begin."""
     empty: bool
     optional: bool
 
@@ -339,12 +337,10 @@ def _map(
     if one["ranges"]:  # two axes more, so that a tile ends where its range does
         sizes[1:] = [_RANGE, *sizes[2:], _RANGE_AXIS, _RANGE_AXIS]
         strides += [strides[1], _RANGE_STRIDE - strides[1]]
-    before = 0
-    if one["pages"]:  # one axis more, and a memory that begins a box before the tensor
-        rows = one["box"][-2]
-        before = rows * strides[1]
-        sizes[1:] = [rows, *sizes[2:], sizes[1] + 1]
-        strides.append(strides[1])
+    if one["pages"]:  # the same, of the rows of all pages together
+        _check_pages(tensor, sizes[-1], strides[-1], strides[1])
+        sizes[1:] = [_RANGE, *sizes[2:-1], _RANGE_AXIS, _RANGE_AXIS]
+        strides[-1:] = [strides[1], _RANGE_STRIDE - strides[1]]
     rank = len(sizes)
     if empty:  # the driver takes no map of an empty tensor: it gets one of a single zero
         sizes, strides = [1] * rank, [_TMA_UNIT] * rank
@@ -361,10 +357,18 @@ def _map(
         (ctypes.c_uint64 * max(rank - 1, 1))(*strides[1:]),
         (ctypes.c_uint32 * rank)(*reversed(one["box"])),
         (ctypes.c_uint32 * rank)(*[1] * rank),
-        before,
         empty,
         one["optional"],
     )
+
+
+def _check_pages(tensor: Plan, pages: int, page: int, row: int) -> None:
+    if pages < 2:
+        return
+    if not row or page % row:
+        raise _wrong(tensor, "must have pages that are whole rows apart: make it contiguous")
+    if pages * page // row > _RANGE_AXIS:
+        raise _wrong(tensor, f"is too large: the kernel counts {_RANGE_AXIS} rows")
 
 
 # --- the driver -------------------------------------------------------------------------------
@@ -509,7 +513,7 @@ class Kernel:
         if one.optional and not one.empty and address % _TMA_UNIT:
             return  # zeros: the kernel copies in another way
         cuda = _cuda()
-        where = self._zeros_on(device) if one.empty else address - one.before
+        where = self._zeros_on(device) if one.empty else address
         # No interleaving, and zeros beyond the ends of the tensor.
         result = cuda.cuTensorMapEncodeTiled(
             *(ctypes.c_void_p(target), one.type, one.rank, ctypes.c_void_p(where)),

@@ -98,15 +98,18 @@ def rectangular(
     few = None
     if spec.decode is not None:  # a page of whole steps is one place in memory
         behind = spec.page if spec.page is not None and spec.page % _STEP == 0 else 2 * _STEP
+        behind = _STEP if mods is not None else behind  # a mask's own reads take registers
         few = rows_for(spec.decode * spec.group, spec.value_dim), behind
     return write_code(sketch, spec.each, gpu, mods, headroom, few, _USUAL_KEYS)
 
 
 def sequenced(tree: Tree, spec: AttentionSpec) -> Tree:
     """A program for rectangular batches, rewritten for a spec's sequences. In a decode the heads of
-    a group that share keys are rows of one tile, and the keys are split over thread blocks."""
+    a group that share keys are rows of one tile, and the keys are split over thread blocks unless
+    the spec says `unsplit`."""
     assert spec.batch is not None
     made = packed(tree, spec.batch)
     if spec.decode is None:
         return made
-    return split(grouped(made, spec.group) if spec.group > 1 else made)
+    made = grouped(made, spec.group) if spec.group > 1 else made
+    return made if spec.unsplit else split(made)

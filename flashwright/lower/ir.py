@@ -13,7 +13,8 @@ from typing import Literal
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_stmt
 from flashwright.lower.element import ROW, Element, Leaf, leaves, with_leaves
-from flashwright.lower.term import ONE, Axes, Term, Var, binary, call, integer, minus, plus
+from flashwright.lower.names import page_name
+from flashwright.lower.term import ONE, Axes, Term, Var, binary, call, integer, plus
 from flashwright.program.program import Buffer, Key, Tensor
 from flashwright.program.vocabulary import DTYPES, PAGE
 
@@ -75,6 +76,11 @@ class Pages:
     named: bool = True  # by a table; else they follow each other along an axis
 
 
+def rows_of_a_page(tensor: Tensor) -> Var:
+    """How many rows lie from one page of a tensor to the next: a name that the kernel declares."""
+    return Var(page_name(tensor.name))
+
+
 @dataclass(frozen=True)
 class Window:
     """A tile of a tensor in global memory: where it begins on every axis, and how many of its rows
@@ -113,8 +119,9 @@ class Window:
     @property
     def coordinates(self) -> tuple[Term, ...]:
         """Where it begins on every axis of a tensor map. That of a range ends where its rows do
-        (launch_plan.RANGE), that of pages where those of a box do: what is left of them says how
-        far from there the tile begins. If rows lie in several pages, it is where one's begin."""
+        (launch_plan.RANGE), and so does that of pages, whose first rows are counted in the whole
+        tensor: what is left of the rows says how far from there the tile begins. If rows lie in
+        several pages, it is where one's begin."""
         if self.page_rows is not None:
             return self._in_page(self.page_rows)
         if self.last is None or self.line or self.pages is not None:
@@ -126,9 +133,10 @@ class Window:
     def _in_page(self, size: int) -> tuple[Term, ...]:
         """The coordinates of a box of so many rows, which lie in one page."""
         assert self.rows is not None  # they have a range
-        *outer, row, col = self.start
+        page, *outer, row, col = self.start
         left = call("min", self.rows, integer(size), type="int")
-        return plus(row, left), *outer, minus(integer(size), left), col
+        first = binary("*", page, rows_of_a_page(self.tensor))
+        return RANGE_END, plus(plus(first, row), left), *outer, binary("-", RANGE_END, left), col
 
     @property
     def terms(self) -> tuple[Term, ...]:

@@ -97,11 +97,9 @@ class PlanMap(BaseModel):
     first takes back: its coordinate is RANGE, its stride 2^34 bytes less that of a row, and RANGE
     times 2^34 is 2^64, where addresses begin again at 0.
 
-    With one for `pages`, boxes end where a sequence does, though its last page goes on. It has one
-    axis more, the first, with the stride of a row, on which the box is 1. The axis of rows is as
-    long as the box: one with n rows left begins n before the end there. Its coordinate on the first
-    axis is where these rows end in the page. Together these are a box too far, so the map's memory
-    begins as many rows before the tensor.
+    One for `pages` is one for ranges of the rows of all pages together: the tensor's first axis,
+    that of pages, has no place in it, and the kernel counts rows from the tensor's first one. Pages
+    are whole rows apart. Boxes end where a sequence does, though its last page goes on.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

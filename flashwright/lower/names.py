@@ -59,6 +59,11 @@ def map_name(key: Key, column: int = 0) -> str:
     return f"{tile_name(key).removesuffix('_shared')}_map" + (f"_{column}" if column else "")
 
 
+def page_name(tensor: str) -> str:
+    """How many rows lie from one page of a tensor to the next."""
+    return f"{tensor}_page"
+
+
 def by_tma(key: Key) -> str:
     """Whether TMA fills a tile of which only the call shows whether it can."""
     return f"{tile_name(key).removesuffix('_shared')}_by_tma"
@@ -119,6 +124,7 @@ def reserved(program: Program) -> Iterator[str]:
     yield from (cpp(name) for name in (*program.params, *program.dims))
     yield from (cpp(axis.name.id) for axis in program.grid.axes)
     yield from (cpp(tensor.name) for tensor in program.counters.values())
+    yield from map(page_name, program.tensors)
     yield tile_name(EXCHANGE)
     rings: list[Key] = [(name, "shared") for name, _ in program.buffers]  # also of register tiles
     for key in dict.fromkeys([*program.buffers, *rings]):

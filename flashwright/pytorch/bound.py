@@ -35,13 +35,13 @@ class Bound:
     ) -> None:
         outputs = new_outputs(signature, package, arguments, signature.types)
         results = form(outputs)
-        names, device = signature.outputs[: len(results)], arguments[0].device
+        names = signature.outputs[: len(results)]
         self.outputs, self._count = signature.outputs, len(results)
         kernel: Kernel = package.serving(*signature.arranged(arguments, outputs))
         given, dims = signature.arranged(arguments, outputs[: len(results)])
         tensors = dict(zip_longest((t.name for t in kernel.plan.tensors), given))
         scratch = _Scratch(kernel, names, [*tensors.values()], dims)
-        bases = scratch.new(device)
+        bases = scratch.pieces(arguments[0].device)
         tensors |= scratch.parts(bases)
         whole = (*(t.name for t in signature.read), *names)
         places = {name: (n, 0) for n, name in enumerate(whole)}
@@ -49,14 +49,10 @@ class Bound:
         self._launch = kernel.bound(
             [*tensors.values()], dims, [places.get(name, (-1, 0)) for name in tensors]
         )
-        shapes = ((x.shape, x.stride(), x.dtype) for x in results)
-        made = [partial(_new, s, t, dtype=kind, device=device) for s, t, kind in shapes]
-        zeroed = kernel.zeroed
-        self._new: list[Callable[[], Any]] = [
-            partial(_cleared, new) if name in zeroed else new
-            for name, new in zip(names, made, strict=True)
+        self._new = [
+            _maker(x, zeroed=name in kernel.zeroed) for name, x in zip(names, results, strict=True)
         ]
-        self._new += scratch.makers(device)
+        self._new += [_maker(x, zeroed=n > 0) for n, x in enumerate(bases)]
 
     def __call__(self, *tensors: Any) -> list[Any]:
         """New results, from tensors that lie anywhere. They are in the order of the inputs."""
@@ -76,11 +72,11 @@ def new_outputs(
         raise
 
 
-_new = torch.empty_strided
-
-
-def _cleared(new: Callable[[], Any]) -> Any:
-    return new().zero_()
+def _maker(like: Any, zeroed: bool) -> Callable[[], Any]:
+    """What makes tensors like a dense one, which gives up its memory."""
+    like.untyped_storage().resize_(0)
+    new = partial(torch.empty_like, like)
+    return (lambda: new().zero_()) if zeroed else new
 
 
 class _Scratch:
@@ -106,17 +102,11 @@ class _Scratch:
     def _bytes(self, name: str) -> int:
         return int(prod(self.shapes[name][0]) * self._kind(name).itemsize)
 
-    def makers(self, device: Any) -> list[Callable[[], Any]]:
-        """What makes the pieces; the last ones only if they are needed."""
-        plain, zeroed = (
-            partial(_new, (size,), (1,), dtype=torch.uint8, device=device) for size in self._sizes
-        )
-        found: list[Callable[[], Any]] = [plain, partial(_cleared, zeroed)]
-        return found[: 2 if self._sizes[1] else int(bool(self._sizes[0]))]
-
-    def new(self, device: Any) -> list[Any]:
-        """The pieces."""
-        return [make() for make in self.makers(device)]
+    def pieces(self, device: Any) -> list[Any]:
+        """The pieces of memory; the last ones only if they are needed."""
+        plain, zeroed = self._sizes
+        wanted = (plain, zeroed) if zeroed else (plain,) if plain else ()
+        return [torch.empty(size, dtype=torch.uint8, device=device) for size in wanted]
 
     def parts(self, pieces: Sequence[Any]) -> dict[str, Any]:
         """The tensors in the pieces."""

@@ -9,7 +9,7 @@ import torch
 
 from flashwright.flex.attention import SETTINGS, task_of
 from flashwright.flex.task import NoKernel, Task, spec_of
-from flashwright.spec import AttentionSpec
+from flashwright.spec import AttentionSpec, scale_of
 
 Tensors = Mapping[str, Any]
 FLAGS = {"slopes": "alibi", "sink": "sink"}
@@ -130,14 +130,20 @@ def task(given: Tensors, settings: Mapping[str, Any]) -> Task:
     """The task of a call with tensors on a GPU: (..., tokens, heads, dim)."""
     flags = tuple(flag for name, flag in FLAGS.items() if name in given)
     query, key, value = _alike(given)
-    return task_of(query, key, value, tuple(settings.get(name) for name in SETTINGS), flags)
+    usual = _with_usual_scale(settings, query)
+    return task_of(query, key, value, tuple(usual.get(name) for name in SETTINGS), flags)
 
 
 def spec(given: Tensors, settings: Mapping[str, Any]) -> AttentionSpec:
     """The spec of a call with tensors anywhere."""
     flags = dict.fromkeys((flag for name, flag in FLAGS.items() if name in given), True)
     query, key, value = _alike(given)
-    return spec_of(query, key, value, **settings, **flags)
+    return spec_of(query, key, value, **_with_usual_scale(settings, query), **flags)
+
+
+def _with_usual_scale(settings: Mapping[str, Any], query: Any) -> dict[str, Any]:
+    """The settings, where engines that say the usual scale have the same kernel as others."""
+    return {**settings, "scale": scale_of(settings.get("scale"), query.shape[-1])}
 
 
 def _alike(given: Tensors) -> list[Any]:

@@ -41,7 +41,7 @@ class Cache:
             raise ValueError("k_cache and v_cache must have the same strides from entry to entry")
         starts = self.starts
         if starts is None:
-            starts = _starts(lengths.shape[0], step, lengths.device)
+            starts = _made(("starts", lengths.shape[0], step, lengths.device))
         return {"k": k, "v": v, "startsk": starts, "lengthsk": lengths}
 
     def range(self, lengths: Any) -> tuple[Any, Any]:
@@ -86,18 +86,20 @@ def _narrowed(x: Any, kind: Any) -> Any:
     return x.clamp(-most, most)
 
 
-_STARTS: dict[tuple[int, int, Any], Any] = {}
+_NUMBERS: dict[tuple[str, int, int, Any], Any] = {}
 
 
-def _starts(batch: int, step: int, device: Any) -> Any:
-    """Where the entries of a cache begin, as int32; made once."""
-    known = batch, step, device
-    starts = _STARTS.get(known)
-    if starts is None:
-        starts = torch.arange(batch, dtype=torch.int32, device=device) * step
+def _made(known: tuple[str, int, int, Any]) -> Any:
+    """Where the entries of a cache begin ("starts"), or what all sequences have ("lengths"): for a
+    batch, from a number, on a device; int32, made once."""
+    kind, batch, number, device = known
+    found = _NUMBERS.get(known)
+    if found is None:
+        found = torch.arange(batch, dtype=torch.int32, device=device) if kind == "starts" else 1
+        found = torch.full((batch,), number, dtype=torch.int32, device=device) * found
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            _STARTS[known] = starts  # else it belongs to the graph, and has no numbers yet
-    return starts
+            _NUMBERS[known] = found  # else it belongs to the graph, and has no numbers yet
+    return found
 
 
 def _behind_each_other(cache: Any) -> tuple[Any, int]:
@@ -134,13 +136,14 @@ def lengths_of(q: Any, cache: Cache, lengths: Any) -> Any:
     anywhere = cache.table is not None or cache.entries is not None or cache.starts is not None
     if not anywhere and cache.k.shape[0] != batch:
         raise ValueError(f"k_cache has {cache.k.shape[0]} entries and q {batch} sequences")
-    if lengths is None or isinstance(lengths, int):
-        count = cache.k.shape[1] if lengths is None else lengths
-        if not 0 <= count <= cache.longest:
+    if lengths is None:
+        return _made(("lengths", batch, cache.k.shape[1], device))
+    if isinstance(lengths, int):
+        if not 0 <= lengths <= cache.longest:
             raise ValueError(
-                f"cache_seqlens is {count}, and the cache has room for {cache.longest}"
+                f"cache_seqlens is {lengths}, and the cache has room for {cache.longest}"
             )
-        return torch.full((batch,), count, dtype=torch.int32, device=device)
+        return torch.full((batch,), lengths, dtype=torch.int32, device=device)
     arguments.check_numbers("cache_seqlens", lengths, device, (batch,))
     return lengths
 

@@ -6,14 +6,17 @@ and devices of its tensors. Later calls of that form only pass on where their te
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flashwright.author.builtin.mods import Mods
+from flashwright.build.native import launcher
 from flashwright.flex.task import (
     NoKernel,
     Task,
@@ -132,6 +135,7 @@ class _Ready:
         return self._bound(*[every[place] for place in self._places])
 
 
+_LOCK = threading.Lock()
 _READY: dict[Form, _Ready] = {}
 _MOST = 1024
 """Forms to remember."""
@@ -142,8 +146,13 @@ def form_of(options: Form, tensors: Sequence[Any]) -> Form | None:
     given = [tensor for tensor in tensors if tensor is not None]
     if not undisturbed(given):
         return None
-    forms = [(x.shape, x.stride(), x.dtype, x.device) for x in given]
-    return *options, *[x is None for x in tensors], *forms
+    return *options, *[tensor is None for tensor in tensors], _look()(*given)
+
+
+@cache
+def _look() -> Any:
+    """The function that has the form of tensors as bytes: in Python it would be half of a call."""
+    return launcher().form()
 
 
 def attend(
@@ -164,9 +173,10 @@ def attend(
     found = ready(tensors)
     asked.wanted.entry().look(asked.wanted, {"o": _rows_first(found)[0]}, asked.check)
     if not _captured(found[0]):  # else what was made for the form belongs to the graph
-        while len(_READY) >= _MOST:
-            del _READY[next(iter(_READY))]
-        _READY[form] = ready
+        with _LOCK:
+            while len(_READY) >= _MOST:
+                del _READY[next(iter(_READY))]
+            _READY[form] = ready
     return found
 
 

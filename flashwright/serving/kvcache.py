@@ -8,6 +8,7 @@ are split over thread blocks. A second kernel puts the parts together.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import Any
@@ -22,12 +23,15 @@ from flashwright.serving.cache import Cache, New, lengths_of
 from flashwright.serving.kernels import Asked, Wanted, attend
 from flashwright.serving.merge import merge_states
 from flashwright.serving.varlen import kernel_tensors
+from flashwright.spec import AttentionSpec
 
 MOST_SPLITS = 128
 _FULL = 0.8
 """Of the SMs: with so many thread blocks, keys are not split."""
 _NEAR = 0.85
 """Of the best efficiency: the fewest splits that reach it are taken."""
+_SMALL = 8 << 20
+"""Bytes that surely stay in the L2 between two kernels."""
 _KEYS = 64
 """Of one step, roughly; a split has at least one."""
 
@@ -127,11 +131,14 @@ def flash_attn_with_kvcache(
     return (found[0], found[1]) if return_softmax_lse else found[0]
 
 
-def _check_pairs(*tensors: Any) -> None:
+def _check_pairs(k: Any, v: Any, cos: Any, sin: Any, prefix_k: Any, prefix_v: Any) -> None:
     """Raise ValueError if one of two arguments that belong together is missing."""
-    for n, names in enumerate(("k and v", "rotary_cos and rotary_sin", "prefix_k and prefix_v")):
-        if (tensors[2 * n] is None) != (tensors[2 * n + 1] is None):
-            raise ValueError(f"pass both {names}, or neither")
+    if (k is None) != (v is None):
+        raise ValueError("pass both k and v, or neither")
+    if (cos is None) != (sin is None):
+        raise ValueError("pass both rotary_cos and rotary_sin, or neither")
+    if (prefix_k is None) != (prefix_v is None):
+        raise ValueError("pass both prefix_k and prefix_v, or neither")
 
 
 def _attention(tensors: dict[str, Any], options: tuple[Any, ...], lse: bool) -> Sequence[Any]:
@@ -147,7 +154,7 @@ def _over_prefix(
 ) -> tuple[Any, Any]:
     """O and LSE over keys, (tokens, heads, dim), that all queries of all sequences see: these are
     queries of one sequence, so that the keys are read once."""
-    scale, _, window, softcap, *_ = options
+    scale, causal, window, softcap, *_ = options
     arguments.check_axes(
         {"prefix_k": k, "prefix_v": v},
         dict.fromkeys(("prefix_k", "prefix_v"), "tokens, heads, dim"),
@@ -156,13 +163,14 @@ def _over_prefix(
         raise ValueError(
             "prefix_k and prefix_v must have the same tokens, and the heads of k_cache"
         )
-    if window != (-1, -1) or tensors["slopes"] is not None:
+    masks = arguments.settings_of(scale, causal, window, softcap)
+    if "window" in masks or tensors["slopes"] is not None:
         raise NoKernel("prefix_k: a window and ALiBi count places in the cache: leave them away")
     q = tensors["q"]
     batch, queries, heads, _ = q.shape
     every = {**dict.fromkeys(tensors), "q": q.reshape(1, batch * queries, heads, -1)}
     every |= {"k": k[None], "v": v[None]}
-    plain = (scale, False, window, softcap, 0, None, None)
+    plain = (scale, False, (-1, -1), softcap, 0, None, None)
     out, lse = _attention(every, plain, lse=True)
     return out.view(batch, queries, heads, -1), lse.view(heads, batch, queries).transpose(0, 1)
 
@@ -207,17 +215,33 @@ def decode(
     task = arguments.task(given, settings)
     batch, queries = given["q"].shape[:2]
     group = task.spec.group
-    few = rows_for(queries * group, task.spec.value_dim)
-    form = batch_of_few(queries, group, task.spec.value_dim, page)
-    wanted = Wanted(task, form, tree.mods() if "tree" in given else None)
+    mods, alike = None, queries
+    if "tree" in given:
+        mods, alike = tree.mods(), max(1, min(queries, tree.ROWS // group))
+    few = rows_for(alike * group, task.spec.value_dim)
+    form = batch_of_few(alike, group, task.spec.value_dim, page)
     blocks = batch * task.spec.kv_heads * ceil(queries * group / few)
-    sizes = {"splits": splits or split_count(task.card, blocks, longest)}
+    splits = splits or split_count(task.card, blocks, longest)
+    sizes = {"splits": splits}
+    if splits == 1 and _parts_cost(task.spec, batch * queries, longest):
+        form, sizes = replace(form, unsplit=True), {}
+    wanted = Wanted(task, form, mods)
     sizes |= {"q_len": queries, "kv_len": longest, "batch": batch}
     check = partial(reference.check, task.spec, given)
     read = kernel_tensors(given)
     if "tree" in read:
         read["tree"] = read["tree"].view(torch.float8_e4m3fn)
     return Asked(wanted, read, sizes, check)
+
+
+def _parts_cost(spec: AttentionSpec, queries: int, longest: int) -> bool:
+    """Whether it costs time to store O in fp32 and to load it again: the parts of so many queries
+    do not stay in the L2, and are more than 1 % of the keys that they read. A kernel of its own
+    stores such results without parts."""
+    part = 4 * spec.heads * spec.value_dim
+    columns = spec.head_dim + (0 if spec.latent else spec.value_dim)
+    keys = longest * spec.kv_heads * columns * (1 if spec.kv_dtype else 2)
+    return queries * part > _SMALL and 200 * part > keys
 
 
 def split_count(gpu: Gpu, blocks: int, longest: int) -> int:

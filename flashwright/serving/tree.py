@@ -14,6 +14,8 @@ _TEXT = (
     "Compute Mask S where kv_idx < kv_len - q_len or "
     "Tree[batch_idx, q_idx, kv_idx - (kv_len - q_len)] != 0"
 )
+ROWS = 64
+"""The most rows of a kernel's tile: the mask of more takes registers that wide heads lack."""
 BITS = torch.int64
 """The type of masks that have a bit for each key."""
 

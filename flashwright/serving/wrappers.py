@@ -131,14 +131,16 @@ class _Wrapper:
 
     @staticmethod
     def _call(
-        plan: _Plan, k: Any, scales: Mapping[str, Any], window: int | None, sinks: Any
+        plan: _Plan, k: Any, scales: tuple[Any, ...], window: int | None, sinks: Any
     ) -> tuple[dict[str, Any], Any]:
-        """The arguments of a function of ours, and what O is multiplied by."""
+        """The arguments of a function of ours, and what O is multiplied by. `scales` are those of
+        Q, K and V."""
         named: dict[str, Any] = {**plan.settings, "sink": sinks}
         if window is not None:
             named["window_size"] = _window(window, bool(named["causal"]))
-        factors = [scales["q_scale"], scales["k_scale"]]
-        after = scales["v_scale"]
+        if all(factor is None for factor in scales):
+            return named, None
+        *factors, after = (None if _is_one(factor) else factor for factor in scales)
         if k.dtype in CACHE_TYPES:
             named |= {"k_descale": factors.pop(), "v_descale": after}
             after = None
@@ -159,6 +161,10 @@ class _Wrapper:
             return result
         logs = (logs * log2(euler)).contiguous()
         return result, logs if lse is None else lse.copy_(logs)
+
+
+def _is_one(factor: Any) -> bool:
+    return not isinstance(factor, torch.Tensor) and factor == 1
 
 
 def _scale(scale: float | None, width: int) -> float:
@@ -262,7 +268,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         """O, (tokens, heads, dim), and with `return_lse` the log-sum-exp."""
         plan = self._for(q)
         k, v = self._pages(paged_kv_cache)
-        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        scales = q_scale, k_scale, v_scale
         named, after = self._call(plan, k, scales, window_left, sinks)
         count = q_len_per_req or 1
         if q.shape[0] != plan.batch * count:
@@ -364,7 +370,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         """O, (tokens, heads, dim), and with `return_lse` the log-sum-exp."""
         plan, numbers = self._for(q), self._numbers
         k, v = self._pages(paged_kv_cache)
-        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        scales = q_scale, k_scale, v_scale
         named, after = self._call(plan, k, scales, window_left, sinks)
         named["return_softmax_lse"] = return_lse
         if plan.alike is not None:
@@ -448,7 +454,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
     ) -> Any:
         """O, (tokens, heads, dim), and with `return_lse` the log-sum-exp."""
         plan, numbers = self._for(q), self._numbers
-        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        scales = q_scale, k_scale, v_scale
         named, after = self._call(plan, k, scales, window_left, sinks)
         starts = numbers["queries"], numbers["keys"]
         named["return_softmax_lse"] = return_lse
@@ -470,15 +476,15 @@ def _room(indices: Any, last: Any) -> int:
 
 
 def _decoded(
-    numbers: Mapping[str, Any], q: Any, k: Any, v: Any, count: int, named: Mapping[str, Any]
+    numbers: Mapping[str, Any], q: Any, k: Any, v: Any, count: int, named: dict[str, Any]
 ) -> tuple[Any, Any]:
     """O and LSE, (tokens, heads), of sequences that have `count` queries each."""
-    rows = q.unflatten(0, (-1, count))
-    where = {"block_table": numbers["table"], "cache_seqlens": numbers["lengths"]}
-    found = flash_attn_with_kvcache(rows, k, v, **where, **named)
-    if not named["return_softmax_lse"]:
-        return found.flatten(0, 1), None
-    return found[0].flatten(0, 1), found[1].transpose(1, 2).flatten(0, 1)
+    named["block_table"], named["cache_seqlens"] = numbers["table"], numbers["lengths"]
+    tokens, heads, width = q.shape
+    found = flash_attn_with_kvcache(q.view(tokens // count, count, heads, width), k, v, **named)
+    out, lse = found if named["return_softmax_lse"] else (found, None)
+    rows = out.squeeze(1) if count == 1 else out.flatten(0, 1)
+    return rows, lse if lse is None else lse.transpose(1, 2).flatten(0, 1)
 
 
 def _packed(q: Any, k: Any, v: Any, *sizes: Any, **named: Any) -> tuple[Any, Any]:

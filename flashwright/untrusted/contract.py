@@ -144,8 +144,9 @@ def _maps(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
             views += " rows are counted so that the range ends at `fw::range_end`)"
         if one.pages:
             views = (
-                " (the first one is the end of the tile's rows in their page, in elements; rows are"
-                f" counted so that the tile ends at {one.box[-2]})"
+                " (the first two, in place of that of pages, are `fw::range_end` and the end of the"
+                " tile's rows among those of all pages, in elements; rows are counted so that the"
+                " tile ends at `fw::range_end`)"
             )
         yield (
             f"`p.{name}` is a tensor map of {one.tensor}: its box is {box} elements on "

@@ -3,8 +3,8 @@
 `python -m tests.gpu.decode_speed`: one query a sequence, contiguous and in pages of 16, 64 and 128,
 beside FlashAttention-3 (`flash_attn_interface`) if it is installed. Prints milliseconds of CUDA
 graphs, as engines launch a decode, and the GB/s of keys and values that are read; then what a call
-takes without a graph. Outputs are compared before they are timed. `--cache fp8` times caches in
-e4m3 beside the same numbers in bf16, both ours.
+takes of the host without a graph, and its launches alone. Outputs are compared before they are
+timed. `--cache fp8` times caches in e4m3 beside the same numbers in bf16, both ours.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from flashwright.serving import kernels
 from flashwright.serving.kvcache import flash_attn_with_kvcache
 from tests.gpu.backward_speed import Call, line, mean, times
 
@@ -96,6 +97,18 @@ def host_time(call: Call, calls: int = 300) -> float:
     return 1e6 * found
 
 
+def launches(call: Call) -> Call:
+    """What our call gives to the launcher, and nothing around it. The call comes first."""
+    call()
+    bound = next(reversed(kernels._READY.values()))._bound
+    seen: list[tuple[Any, ...]] = []
+    launch = bound._launch
+    bound._launch = lambda *given: (seen.append(given), launch(*given))
+    call()
+    bound._launch = launch
+    return lambda: (launch(*seen[0]),)
+
+
 def narrow(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments with caches in e4m3, and the first ones with the numbers that these have."""
     small = {name: given[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
@@ -141,8 +154,10 @@ def main() -> None:
         print(mean(ratios))
     for page in (None, 16):
         given = tensors(4, 128, 32, 8, page)
-        found = [host_time(call) for call in (ours(given), theirs(given)) if call is not None]
-        print("host, us a call:", *(f"{us:.1f}" for us in found))
+        call, other = ours(given), theirs(given)
+        told = f"{host_time(call):.1f}, of which launches {host_time(launches(call)):.1f}"
+        told += f"; theirs {host_time(other):.1f}" if other is not None else ""
+        print("host, us a call:", told)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,6 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(PackedOrder, "make", make_packed)
     monkeypatch.setattr(kernels, "_KERNELS", {})
-    monkeypatch.setattr(kernels, "_READY", {})
     monkeypatch.setattr(flex, "_TASKS", {})
     torch.manual_seed(0)
     return interpret_operators(monkeypatch)
@@ -169,7 +168,7 @@ def tree_of(queries: int) -> Any:
     return ((distance >= 0) & (distance % 2 == 0)).expand(len(LENGTHS), -1, -1)
 
 
-@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("page", [pytest.param(None, marks=pytest.mark.slow), 16])
 def test_a_tree_of_queries(page: int | None, on_gpu: Any, launched: list[tuple[str, ...]]) -> None:
     """As its chains, each a sequence of its own behind the same keys."""
     q, keys, lengths = problem(5)
@@ -206,7 +205,14 @@ def test_a_tree_as_bytes_and_as_bits() -> None:
             flash_attn_with_kvcache(q, *caches, tree_mask=bad, **settings)
 
 
-@pytest.mark.parametrize("settings", [{}, {"causal": True, "sink": torch.randn(6)}], ids=len)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"causal": True, "sink": torch.randn(6)},
+    ],
+    ids=len,
+)
 def test_a_prefix_that_sequences_share(
     settings: dict[str, Any], on_gpu: Any, launched: list[tuple[str, ...]]
 ) -> None:
@@ -236,6 +242,14 @@ def test_states_of_parts_of_the_keys() -> None:
     assert (none == -torch.inf).all()
     with pytest.raises(ValueError, match="lse2 must have"):
         flashwright.merge_states(*rows[0], rows[1][0], rows[1][1].mT)
+
+
+def test_the_usual_scale_needs_no_kernel_of_its_own(on_gpu: Any) -> None:
+    q, keys, lengths = problem()
+    caches = in_entries(keys)
+    for scale in (None, 0.125, 64**-0.5):
+        on_gpu(q, *caches, cache_seqlens=lengths, softmax_scale=scale)
+    assert len(kernels._KERNELS) == 1
 
 
 def test_entries_and_padding(on_gpu: Any) -> None:
@@ -335,25 +349,21 @@ def test_arguments_of_a_known_form_are_not_looked_at_again(
         assert launched[n] == ("O", "LSE")
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"q": lambda q: q.half()}, ValueError, "make them alike"),
-        ({"cache_seqlens": lambda n: n.long()}, TypeError, "cache_seqlens must be int32"),
-        ({"k_cache": lambda k: k[:, :-1]}, ValueError, "the same positions"),
-        ({"q": lambda q: q.clone().requires_grad_()}, NoKernel, "no gradient"),
-        ({"sink": lambda s: torch.zeros(2)}, NoKernel, "sink must have a number for each"),
-    ],
-)
-def test_another_form_is_looked_at(
-    change: dict[str, Any], error: Any, message: str, on_gpu: Any
-) -> None:
+def test_another_form_is_looked_at(on_gpu: Any) -> None:
     q, keys, lengths = problem()
     caches = dict(zip(("k_cache", "v_cache"), in_entries(keys), strict=True))
     given = {"q": q, **caches, "cache_seqlens": lengths}
     on_gpu(**given)
-    with pytest.raises(error, match=message):
-        on_gpu(**given | {name: other(given.get(name)) for name, other in change.items()})
+    changes: list[tuple[dict[str, Any], Any, str]] = [
+        ({"q": q.half()}, ValueError, "make them alike"),
+        ({"cache_seqlens": lengths.long()}, TypeError, "cache_seqlens must be int32"),
+        ({"k_cache": given["k_cache"][:, :-1]}, ValueError, "the same positions"),
+        ({"q": q.clone().requires_grad_()}, NoKernel, "no gradient"),
+        ({"sink": torch.zeros(2)}, NoKernel, "sink must have a number for each"),
+    ]
+    for change, error, message in changes:
+        with pytest.raises(error, match=message):
+            on_gpu(**given | change)
 
 
 @needs_compilers

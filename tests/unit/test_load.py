@@ -31,6 +31,7 @@ from flashwright.build.load import (
     read_plan,
     unshown,
 )
+from flashwright.build.native import launcher
 from flashwright.build.plan_rules import caller_order
 from flashwright.build.steps import Steps, StepsKernel
 from flashwright.lang.diagnostic import Failed
@@ -248,6 +249,48 @@ def test_several_kernels_are_one_function_of_tensors() -> None:
     short = tensor(2, 6, 320, 64, dtype="float32")
     with refused(ValueError, "`Sum` must be 300 wide on axis L, not 320"):
         run.of_tensors(("Q", "K", "Sum", "O"))(*given[:2], tvm_ffi.from_dlpack(short), given[3])
+
+
+@on_fake_gpu
+def test_several_kernels_are_bound_as_one_function() -> None:
+    """One call launches both; the second one reads scratch inside of another piece of memory, and
+    knows from the bound tensors the sizes that none of its own has."""
+    driver, (q, k, *_), out = Driver(), inputs(), outputs()["O"]
+    scratch = plan_tensor("Sum", "B:batch H:heads L:q_len D:64", "fp32")
+    first = (*ATTENTION[:2], scratch.model_copy(update={"read": False, "written": True}))
+    steps = Steps(steps=("1", "2"), scratch=("Sum",))
+    run = StepsKernel([kernel(tensors=first), kernel(tensors=(scratch, ATTENTION[4]))], steps)
+    assert run.needed(["O"]) == {"Sum": False}
+    middle = tensor(2, 6, 300, 64, dtype="float32")
+    bound = run.bound([q, k, out, middle], [None] * 5, [(0, 0), (1, 0), (2, 0), (3, 512)])
+    later, piece = outputs()["O"], tensor(1 << 21, dtype="float32")
+    driver.set("size", 104)
+    before = driver.count("launches")
+    bound(*inputs()[:2], later, piece)
+    assert driver.count("launches") == before + 2
+    assert driver.parameters("Q4qQ4q5i") == (
+        *(piece.address + 512, *middle.strides, later.address, *out.strides),
+        *(2, 6, 3, 300, 77),
+    )
+
+
+@on_fake_gpu
+def test_forms_differ_if_anything_but_the_memory_does() -> None:
+    look = launcher().form()
+    form = look(tensor(2, 3), tensor(4))
+    assert look(tensor(2, 3), tensor(4)) == form
+    wide = Tensor(np.zeros((2, 8), np.float16)[:, :3])
+    others = [
+        (tensor(2, 3), tensor(5)),
+        (tensor(3, 2), tensor(4)),
+        (tensor(2, 3),),
+        (tensor(4), tensor(2, 3)),
+        (wide, tensor(4)),
+        (tensor(2, 3, dtype="bfloat16"), tensor(4)),
+        (tensor(2, 3), tensor(4, device=(CUDA, 1))),
+        (tensor(2, 3), tensor(4, device=(CPU, 0))),
+    ]
+    assert len({form, *(look(*given) for given in others)}) == 1 + len(others)
 
 
 @on_fake_gpu

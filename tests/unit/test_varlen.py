@@ -40,7 +40,6 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     monkeypatch.setattr(PackedOrder, "make", make_packed)
     monkeypatch.setattr(BackwardOrder, "make", make_backward)
     monkeypatch.setattr(kernels, "_KERNELS", {})
-    monkeypatch.setattr(kernels, "_READY", {})
     monkeypatch.setattr(flex, "_TASKS", {})
     torch.manual_seed(0)
     return interpret_operators(monkeypatch)
@@ -290,24 +289,33 @@ def test_what_no_kernel_does_is_said(settings: dict[str, Any]) -> None:
 
 @needs_compilers
 @pytest.mark.slow
-def test_the_package_that_is_made_computes_it(tmp_path: Path) -> None:
-    """Compiled, and under emulation."""
+@pytest.mark.parametrize("page", [None, 48])
+def test_the_package_that_is_made_computes_it(page: int | None, tmp_path: Path) -> None:
+    """Compiled, and under emulation. A tile has pieces of several pages, NaN behind the keys."""
     spec = make_spec("gqa", heads=4, kv_heads=2, head_dim=64, dtype="bf16", causal=True)
-    MAKE(PackedOrder(spec.of_sequences(Batch()), CARD), tmp_path / "made", False)
+    batch = Batch(lengths=page is not None, page=page)
+    MAKE(PackedOrder(spec.of_sequences(batch), CARD), tmp_path / "made", False)
     given = tensors()
     wanted = flashwright.flash_attn_varlen_func(*given, causal=True, return_softmax_lse=True)
-    kinds = zip(("Q", "K", "V"), given, strict=False)
-    arrays = {n: x.transpose(0, 1).float().numpy().astype(ml_dtypes.bfloat16) for n, x in kinds}
-    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    arrays |= {"StartsQ": given[3].numpy(), "StartsK": given[4].numpy()}
+    arrays = {"StartsQ": given[3].numpy()}
+    sizes = {"q_tokens": sum(QUERIES), "kv_tokens": sum(KEYS)}
+    if page is None:
+        arrays["StartsK"] = given[4].numpy()
+    else:
+        keys = zip(*(x.split(KEYS) for x in given[1:3]), strict=True)
+        table, *given[1:3] = in_pages(page, list(keys))
+        arrays |= {"Table": table.numpy(), "LengthsK": np.array(KEYS, np.int32)}
+        sizes |= {"pages": len(given[1]), "max_pages": table.shape[1]}
+    for name, x in zip(("Q", "K", "V"), given, strict=False):
+        bits = x.transpose(-3, -2).float().numpy().astype(ml_dtypes.bfloat16)
+        arrays[name] = np.ascontiguousarray(bits)
     out = {
         "O": np.zeros((4, sum(QUERIES), 64), ml_dtypes.bfloat16),
         "LSE": np.zeros((4, sum(QUERIES)), np.float32),
     }
     dims = {"batch": 4, "heads": 4, "kv_heads": 2, "q_len": max(QUERIES), "kv_len": max(KEYS)}
-    dims |= {"q_tokens": sum(QUERIES), "kv_tokens": sum(KEYS)}
     package = read_package(tmp_path / "made")
-    result = launch(package, {**arrays, **out}, dims, "eager", 600.0)
+    result = launch(package, {**arrays, **out}, dims | sizes, "eager", 600.0)
     assert not result.findings
     found = torch.from_numpy(out["O"].astype(np.float32)).transpose(0, 1)
     torch.testing.assert_close(found, wanted[0].float(), atol=0.02, rtol=0.02)

@@ -17,7 +17,7 @@ from flashwright.serving.wrappers import (  # noqa: E402
 )
 
 LENGTHS, QUERIES, PAGE = [5, 0, 16, 33], [3, 0, 16, 7], 8
-HEADS, KV_HEADS, WIDTH = 4, 2, 32
+HEADS, KV_HEADS, WIDTH = 4, 2, 64
 SIZES = (HEADS, KV_HEADS, WIDTH)
 WORKSPACE = torch.empty(0)
 

@@ -113,14 +113,15 @@ def interpret_operators(patch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Torch operators take CPU tensors as they take CUDA tensors, and interpret the programs. The
     outputs of each launch are appended to the list."""
     from flashwright.pytorch import bound, operator, reference
+    from flashwright.serving import kernels
     from tests.unit.test_steps import Interpreted
 
     _LAUNCHED.clear()
 
     def load(package: operator._Package) -> Any:
-        kernels = [Interpreted(program) for program in _programs(package.folder)]
+        made = [Interpreted(program) for program in _programs(package.folder)]
         record = steps.read(package.folder)
-        return kernels[0] if record is None else steps.StepsKernel(kernels, record)
+        return made[0] if record is None else steps.StepsKernel(made, record)
 
     def launch(on_cpu: operator._OnCpu, *arguments: Any) -> Any:
         called = operator._OPERATORS[on_cpu.name.partition("::")[2]]
@@ -134,7 +135,12 @@ def interpret_operators(patch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         _LAUNCHED.append(found.outputs)
         return again(found, *tensors)
 
+    def look(*tensors: Any) -> Any:
+        return tuple((x.shape, x.stride(), x.dtype, x.device) for x in tensors)
+
     again = bound.Bound.__call__
+    patch.setattr(kernels, "_look", lambda: look)
+    patch.setattr(kernels, "_READY", {})
     patch.setattr(bound.Bound, "__call__", call)
     patch.setattr(steps, "launcher", lambda: SimpleNamespace(in_order=in_order))
     patch.setattr(operator._Package, "load", load)

@@ -434,19 +434,32 @@ class Call {
         rank += 2;
       }
       if (map.pages) {
-        sizes[rank] = sizes[1] + 1, sizes[1] = map.box[1];
-        strides[rank++] = strides[1];
+        check_pages(plan, sizes[rank - 1], strides[rank - 1], strides[1]);
+        sizes[1] = kRange, sizes[rank - 1] = sizes[rank] = kRangeAxis;
+        strides[rank - 1] = strides[1], strides[rank] = kRangeStride - strides[1];
+        rank += 1;
       }
-      uint64_t before = map.pages ? map.box[1] * strides[1] : 0;  // where its memory is taken to begin
       if (empty) sizes.fill(1), strides.fill(kTmaUnit);
       if (map.optional && !empty && !fits_tma(plan, addresses[map.tensor], sizes, strides, rank)) {
         continue;  // it stays 0
       }
       Result result = map_driver().cuTensorMapEncodeTiled(
-          packed[m].bytes, map.type, static_cast<uint32_t>(rank), empty ? zeros() : addresses[map.tensor] - before,
+          packed[m].bytes, map.type, static_cast<uint32_t>(rank), empty ? zeros() : addresses[map.tensor],
           sizes.data(), strides.data() + 1, map.box.data(), every.data(), kNoInterleave, map.swizzle,
           kPromote128, kFillZeros);
       if (result != 0) driver().check(result, map_of(plan, given).c_str());
+    }
+  }
+
+  // All pages together are rows, which the kernel counts.
+  static void check_pages(const TensorPlan& plan, uint64_t pages, uint64_t page, uint64_t row) {
+    if (pages < 2) return;
+    if (row == 0 || page % row != 0) {
+      FW_REFUSE(ValueError, plan) << "must have pages that are whole rows apart: make it contiguous";
+    }
+    if (page / row * pages > kRangeAxis) {
+      FW_REFUSE(ValueError, plan) << "is too large: its pages are " << page / row * pages
+                                  << " rows apart from first to last, and the kernel counts to " << kRangeAxis;
     }
   }
 

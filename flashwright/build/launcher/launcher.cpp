@@ -307,6 +307,24 @@ ffi::Function at_places(ffi::Function launch, ffi::Array<int64_t> numbers) {
   return ffi::Function::FromPacked(run);
 }
 
+// A function of tensors whose result is the same bytes for the same devices, types, shapes and strides.
+ffi::Function form() {
+  auto run = [](const ffi::AnyView* args, int32_t count, ffi::Any* result) {
+    thread_local vector<int64_t> found;
+    found.clear();
+    for (int32_t i = 0; i < count; ++i) {
+      const DLTensor& tensor = *args[i].cast<DLTensor*>();
+      int64_t type = tensor.dtype.code << 24 | tensor.dtype.bits << 16 | tensor.dtype.lanes;
+      found.insert(found.end(), {tensor.device.device_type, tensor.device.device_id, type, tensor.ndim,
+                                 tensor.strides != nullptr});
+      found.insert(found.end(), tensor.shape, tensor.shape + tensor.ndim);
+      if (tensor.strides) found.insert(found.end(), tensor.strides, tensor.strides + tensor.ndim);
+    }
+    *result = ffi::Bytes(reinterpret_cast<const char*>(found.data()), found.size() * sizeof(int64_t));
+  };
+  return ffi::Function::FromPacked(run);
+}
+
 // Functions of the same arguments as one, which calls them in their order.
 ffi::Function in_order(ffi::Array<ffi::Function> functions) {
   return ffi::Function::FromPacked([functions](const ffi::AnyView* args, int32_t count, ffi::Any* result) {
@@ -325,5 +343,6 @@ void synchronize(int64_t device) {
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(make, fw::make);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(of_tensors, fw::of_tensors);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(at_places, fw::at_places);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(form, fw::form);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(in_order, fw::in_order);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(synchronize, fw::synchronize);

@@ -103,7 +103,7 @@ constexpr size_t kMaxMapAxes = 5;
 inline size_t map_rank(const TensorPlan& tensor) { return tensor.axes.size() + tensor.flat; }
 
 // A map for ranges (launch_plan.py, PlanMap) has two more: their strides are those of a row, and what is missing to
-// 2^34 bytes. One for pages has one more, with the stride of a row.
+// 2^34 bytes. One for pages has one more: the pages' own axis counts rows.
 constexpr uint64_t kRange = uint64_t{1} << 30, kRangeAxis = (uint64_t{1} << 31) - (1 << 16);
 constexpr uint64_t kRangeStride = uint64_t{1} << 34;
 
@@ -112,7 +112,7 @@ struct MapPlan {
   int type, swizzle;                        // CUtensorMapDataType, CUtensorMapSwizzle
   bool optional;                            // zeros where TMA cannot load what the caller gives
   bool ranges;                              // ends where ranges of rows do
-  bool pages;                               // the same of rows in pages
+  bool pages;                               // the same of rows in the pages of the first axis
   std::array<uint32_t, kMaxMapAxes> box{};  // the last axis first, as the driver wants it
 };
 

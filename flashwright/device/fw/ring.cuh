@@ -163,8 +163,8 @@ __device__ cute::array<int, sizeof...(Coords)> coordinates(Coords... coords) {
 }
 
 // Where TMA finds a tile whose rows lie in pages of `Size` rows: in boxes of `Rows` rows, each in one page. `first` is the
-// position of the tile in its sequence, which has so many `rows` from there on. `page(n)` reads a table: it gives the
-// coordinates of the n-th page on the axes before that of rows.
+// position of the tile in its sequence, which has so many `rows` from there on. `page(n)` reads a table: it gives the first
+// row of the n-th page, counted from that of the tensor, and the coordinates on other axes.
 template <int Size, int Rows, class Page>
 struct PageBoxes {
   using Place = decltype(std::declval<Page>()(0));
@@ -231,9 +231,9 @@ __device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& ma
   fetch_box<Column, Width>(tile, ring, map, 0, coords...);
 }
 
-// The same in boxes of pages, from column `x` of the tensor on. The map's axis of rows is as long as a box: one with n rows
-// left begins n before its end. Its first axis says where these end in the page. Each page is asked for while the box before
-// it starts; behind the last one it is that of the next tile. (The loop stays rolled: the producer has few registers.)
+// The same in boxes of pages, from column `x` of the tensor on: of n rows that are left, a box begins n before the end of a
+// range, and what is behind them becomes 0. Each page is asked for while the box before it starts; behind the last one it is
+// that of the next tile. (The loop stays rolled: the producer has few registers.)
 template <int Column, int Width, class Tile, int Stages, int Size, int Rows, class Page>
 __device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& map,
                               PageBoxes<Size, Rows, Page> const& boxes, int x) {
@@ -246,12 +246,13 @@ __device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& ma
     asm volatile(".pragma \"nounroll\";" : "+r"(count));
     auto const place = next;
     next = boxes.place(n + 1);
-    int const row = n * Rows, left = ::min(boxes.rows - row, Rows);
-    int const end = Rows == Size ? left : left + static_cast<int>(static_cast<uint32_t>(boxes.first + row) % Size);
+    int const row = n * Rows, left = ::max(::min(boxes.rows - row, Rows), 0);
+    int const begin = Rows == Size ? 0 : static_cast<int>(static_cast<uint32_t>(boxes.first + row) % Size);
+    int const end = place[0] + begin + left;
     if constexpr (axes == 1) {
-      fetch_box<Column, Width>(tile, ring, map, row, end, place[0], Rows - left, x);
+      fetch_box<Column, Width>(tile, ring, map, row, range_end, end, range_end - left, x);
     } else {
-      fetch_box<Column, Width>(tile, ring, map, row, end, place[0], place[1], Rows - left, x);
+      fetch_box<Column, Width>(tile, ring, map, row, range_end, end, place[1], range_end - left, x);
     }
   }
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import gcd
 
 from flashwright.lang import nodes as tl
-from flashwright.lang.nodes import Coord, Expr, Name
+from flashwright.lang.nodes import Coord, Expr, Name, expressions
 from flashwright.lower import ir
 from flashwright.lower.frontend.body import Body
 from flashwright.lower.frontend.computes import Computes
@@ -416,7 +416,9 @@ class Lowering(Body):
         begins_a_tile = not given.in_elements and literal(first.term) == 0
         place = self.scalars.binary("+", first, place, stmt.span)
         named = self.program.page_axis(stmt) is None
-        page_rows = gcd(size, shape[0]) if named and begins_a_tile else None
+        naming = [c.axis.id for c in stmt.coords or () if Name(PAGE) in expressions(c.value)]
+        alone = naming == [tensor.axes[0].label]  # a map counts the rows of all pages together
+        page_rows = gcd(size, shape[0]) if named and alone and begins_a_tile else None
         if begins_a_tile and size % shape[0] == 0:
             page = self.scalars.binary("/", place, Scalar(integer(size)), stmt.span)
             self.scalars.define(PAGE, self.scalars.call("floor", [page]))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from flashwright.lower import ir
 from flashwright.lower.element import LN_2, LOG2_E, Leaf, leaves, variable
 from flashwright.lower.frontend.masks import GROUP
-from flashwright.lower.names import cpp, tile_name
+from flashwright.lower.names import cpp, page_name, tile_name
 from flashwright.lower.passes.bad_ir import BadIR
 from flashwright.lower.passes.effects import effects
 from flashwright.lower.passes.verify_copies import verify_copies
@@ -118,6 +118,7 @@ def outer_names(program: Program, grid: tuple[ir.GridAxis, ...]) -> frozenset[st
     names = {cpp(n) for n in (*CONSTANTS, *program.params, *program.dims)}
     names |= {axis.name for axis in grid} | {variable(LOG2_E), variable(LN_2), GROUP.name}
     names |= {ir.RANGE_END.name, ir.PAGE_IDX.name}
+    names |= set(map(page_name, program.tensors))
     return frozenset(names)
 
 

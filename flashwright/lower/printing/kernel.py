@@ -28,7 +28,7 @@ from flashwright.lower.printing.local_products import local_products
 from flashwright.lower.printing.rules import RULES, Context, Lines
 from flashwright.lower.targets.atoms import CPP_TYPES, atom
 from flashwright.lower.term import ZERO, real, variables
-from flashwright.program.program import Buffer, Key, Program
+from flashwright.program.program import Buffer, Key, Program, Tensor
 from flashwright.program.vocabulary import DTYPES, SCHEDULE_PARAMS
 
 WIDTH = 100
@@ -197,6 +197,8 @@ class Printer:
         for key, buffer in self.program.buffers.items():
             if not self.rings or buffer.space == "shared":
                 page.write(self._declare(key, buffer), _lines(buffer.declared), 1)
+        for tensor in self._in_pages():
+            page.write([self._rows_of_a_page(tensor)], _lines(tensor.declared), 1)
         if self.kernel.sequences is not None:
             page.write([f"fw::TileQueue const tile_queue(shared + {self.queue});"], None, 1)
         if not self.rings:
@@ -205,6 +207,17 @@ class Printer:
         page.add(body)
         page.write(["}"])
         return page
+
+    def _in_pages(self) -> list[Tensor]:
+        """The tensors that TMA loads page by page."""
+        windows = (p.window for p in self.context.loaded.values()) if self.rings else ()
+        found = {w.tensor.name: w.tensor for w in windows if w.page_rows is not None}
+        return list(found.values())
+
+    def _rows_of_a_page(self, tensor: Tensor) -> str:
+        strides = [f"p.{cpp(tensor.name)}.stride[{axis}]" for axis in (0, len(tensor.axes) - 2)]
+        rows = ir.rows_of_a_page(tensor).name
+        return f"int const {rows} = static_cast<int>({' / '.join(strides)});  // in rows"
 
     def _turns(self) -> Lines:
         for tensor in self.program.counters.values():
@@ -430,12 +443,19 @@ def register_counts(program: Program, kernel: ir.Kernel, roles: ir.Roles) -> tup
         return REGISTERS_PAGED[groups]
     if any(_by_element(n) for n in ir.flat(roles.helpers)):
         return REGISTERS_STAGING[groups]
-    if roles.helpers and _wide(program, roles.helpers):
+    if _reads_table(roles) or (roles.helpers and _wide(program, roles.helpers)):
         return REGISTERS_STAGING[groups]
     if roles.helpers or kernel.sequences is not None:
         return REGISTERS_HELPED[groups]
     wide = _wide(program, roles.producer)
     return (REGISTERS_WIDE if wide else REGISTERS)[groups]
+
+
+def _reads_table(roles: ir.Roles) -> bool:
+    """Whether rows of a copied tile lie in several pages that a table names."""
+    loads = (n for n in ir.flat((*roles.producer, *roles.helpers)) if isinstance(n, ir.Load))
+    pages = (window.pages for n in loads for window in n.windows)
+    return any(one.named for one in pages if one is not None)
 
 
 def _wide(program: Program, body: tuple[ir.Statement, ...]) -> bool:

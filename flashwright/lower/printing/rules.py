@@ -24,7 +24,7 @@ from flashwright.lower.printing.cpp import text
 from flashwright.lower.printing.elementwise import compute, converted, scatter
 from flashwright.lower.targets.atoms import CPP_TYPES
 from flashwright.lower.targets.tensor_maps import loaded_pieces, tma_optional_tiles
-from flashwright.lower.term import ZERO, At, Term, Var, integer
+from flashwright.lower.term import ZERO, At, Term, Var, binary, integer
 from flashwright.program.program import Buffer, Key, Program
 
 Lines = Iterator[str]
@@ -134,14 +134,15 @@ class Context:
     def _page_boxes(self, window: ir.Window, pages: ir.Pages) -> str:
         """The same of a tile in several pages."""
         assert window.rows is not None  # they have a range
-        _, *outer, _, column = map(text, window.coordinates)
-        page = f"fw::coordinates({', '.join(outer)})"
+        page_idx, *others, _, column = window.start
+        first = binary("*", page_idx, ir.rows_of_a_page(window.tensor))
+        page = f"fw::coordinates({', '.join(map(text, (first, *others)))})"
         of = f"[&](int {ir.PAGE_IDX.name}) {{ return {page}; }}"
         sizes, place = (
             f"{pages.size}, {window.page_rows}",
             f"{text(pages.first)}, {text(window.rows)}",
         )
-        return f"fw::page_boxes<{sizes}>({place}, {of}), {column}"
+        return f"fw::page_boxes<{sizes}>({place}, {of}), {text(column)}"
 
     def rows(self, window: ir.Window, key: Key) -> str:
         """Which rows of a tile are inside."""
