@@ -96,5 +96,5 @@ def test_a_decode_is_accepted_and_a_wrong_one_refused(tmp_path: Path) -> None:
 
 def test_what_measures_says_that_it_has_rectangular_batches() -> None:
     spec = make_spec("gqa", heads=4, kv_heads=2, dtype="bf16", packed=True)
-    with pytest.raises(BadSpec, match="packed sequences.*`bench` measures rectangular batches"):
+    with pytest.raises(BadSpec, match=r"packed sequences.*`bench` measures rectangular batches"):
         of_spec(spec, [1024])
