@@ -75,7 +75,8 @@ def attend(
 
 def _is_decode(call: LayerCall, query: Any, key: Any, value: Any) -> bool:
     """Whether a kernel for decode computes a layer: it has no bias and no gradients."""
-    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    tensors = (query, key, value, *call.tensors.values())
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return call.keys is not None and "bias" not in call.tensors and not trains and _on_gpu(query)
 
 

@@ -37,6 +37,7 @@ COMMON: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "pad_token_id": 0,
     "eos_token_id": None,
+    "tie_word_embeddings": False,  # else a token's best successor is itself
 }
 GEMMA2 = {
     "num_attention_heads": 8,

@@ -175,14 +175,15 @@ def test_a_layer_without_a_mask(decodes: list[Any]) -> None:
     assert len(decodes) == 3
 
 
-@pytest.mark.parametrize("why", ["prompt", "bias", "gradient", "table", "chunks"])
-def test_what_is_no_decode(why: str, decodes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_layers, "_on_gpu", lambda tensor: why != "cpu")
+@pytest.mark.parametrize("why", ["prompt", "bias", "gradient", "sink", "table", "chunks"])
+def test_what_is_no_decode(why: str, decodes: list[Any]) -> None:
     q, k, v = heads(19)
     mask: Any = mask_of(chunks if why == "chunks" else causal, PLACES["a cache that grows"])
     given = {"position_bias": torch.zeros(1, 1, 1, 19)} if why == "bias" else {}
     if why == "prompt":
         q, mask = q.expand(-1, -1, 2, -1), make_mask(BATCH, 19, causal, q_length=2, q_offset=17)
+    if why == "sink":
+        given = {"s_aux": torch.zeros(4, requires_grad=True)}
     if why == "gradient":
         q = q.clone().requires_grad_()
     if why == "table":

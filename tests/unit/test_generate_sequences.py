@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from flashwright.author.builtin.variants import make_spec
 from flashwright.generate.backward import built
 from flashwright.generate.folder import write_package
 from flashwright.gpu import H200
 from flashwright.judge.emulated import judge_emulated
 from flashwright.lang.parse import parse
-from flashwright.spec import load
+from flashwright.measure.grid import of_spec
+from flashwright.spec import BadSpec, load
 from tests.unit.emulated import needs_compilers
 from tests.unit.test_cli import Outcome
 
@@ -90,3 +92,9 @@ def test_a_decode_is_accepted_and_a_wrong_one_refused(tmp_path: Path) -> None:
     verdict = judge_emulated(tmp_path / "wrong", load(folder / "spec.toml"), seed=7, most=4)
     assert {offence.name for offence in verdict.offences} <= {"wrong", "special_shapes"}
     assert verdict.offences
+
+
+def test_what_measures_says_that_it_has_rectangular_batches() -> None:
+    spec = make_spec("gqa", heads=4, kv_heads=2, dtype="bf16", packed=True)
+    with pytest.raises(BadSpec, match=r"packed sequences.*`bench` measures rectangular batches"):
+        of_spec(spec, [1024])
