@@ -45,7 +45,7 @@ RUN_TIME_DIMS = ("batch", "heads", "kv_heads", "q_len", "kv_len")
 _ALWAYS_DUMPED = ("variant", "heads", "kv_heads", "head_dim", "dtype")
 _PYTHON = r"[^\0\ud800-\udfff]*\.py(:[A-Za-z_][A-Za-z0-9_]*)?"
 _TEXT_FIELDS = ("variant", "dtype", "kv_dtype", "branch", "reference")
-_SEQUENCES = ("packed", "decode", "cache", "page")
+_SEQUENCES = ("packed", "decode", "unsplit", "cache", "page")
 """The fields that say how sequences lie."""
 _REPEATABLE = {True: "repeatable to the bit", False: "not repeatable to the bit"}
 
@@ -70,6 +70,8 @@ class Batch:
     """The positions in a page, if keys lie in pages; `LengthsK` says how many a sequence has."""
     decode: int | None = None
     """The most queries that a sequence has, where these are few."""
+    unsplit: bool = False
+    """Whether one thread block has all keys of a sequence, where queries are few."""
 
 
 class AttentionSpec(BaseModel):
@@ -131,6 +133,8 @@ class AttentionSpec(BaseModel):
     decode: int | None = None
     """Sequences have few queries, at most so many each, and their keys lie in a cache or in pages.
     The dim `splits` says how many thread blocks share the keys of a sequence."""
+    unsplit: bool = False
+    """With `decode`: one thread block has all keys of a sequence, and there is no dim `splits`."""
     cache: bool = False
     """K and V have room for more keys: (kv_heads, tokens, dim). `StartsK` (batch) says where those
     of each sequence begin, `LengthsK` (batch) how many there are."""
@@ -198,19 +202,20 @@ class AttentionSpec(BaseModel):
     def batch(self) -> Batch | None:
         """How sequences of any lengths lie; None for rectangular batches."""
         kept = self.cache or self.decode is not None or self.page is not None
-        found = Batch(self.packed, kept, self.page, self.decode)
+        found = Batch(self.packed, kept, self.page, self.decode, self.unsplit)
         return found if self.packed or kept else None
 
     @property
     def each(self) -> Self:
         """The spec of one sequence alone."""
         rectangular = {"packed": False, "decode": None, "cache": False, "page": None}
-        return self.model_copy(update=rectangular)
+        return self.model_copy(update={**rectangular, "unsplit": False})
 
     def of_sequences(self, batch: Batch) -> Self:
         """The spec of this attention where sequences lie so."""
         known = batch.page is not None or batch.decode is not None
         lie = {"packed": batch.queries, "cache": batch.lengths and not known}
+        lie["unsplit"] = batch.unsplit
         return self.model_copy(update={**lie, "page": batch.page, "decode": batch.decode})
 
     @property
@@ -248,6 +253,7 @@ class AttentionSpec(BaseModel):
         if self.decode is not None:
             one = self.decode == 1
             queries = "decode of 1 query" if one else f"decode of up to {self.decode} queries"
+            queries += ", keys not split" if self.unsplit else ""
         if self.page is not None:
             return f"{queries}, keys in pages of {self.page}"
         return f"{queries}, keys in a cache" if self.batch.lengths else queries
@@ -491,6 +497,8 @@ class AttentionSpec(BaseModel):
         given = [name for name in _SEQUENCES if not self._is_usual(name)]
         if not given:
             return self
+        if self.unsplit and self.decode is None:
+            raise _wrong("only a decode splits keys: leave it out", "unsplit")
         if self.packed and self.decode is not None:
             raise _wrong("queries are packed or as many for each sequence: leave one out", "decode")
         if self.cache and (self.decode is not None or self.page is not None):

@@ -29,7 +29,7 @@ from flashwright.semantics.worlds import (
     worlds,
 )
 
-STEPS = 12_000
+STEPS = 20_000
 """Statements one problem may execute before the check gives up (a 60-line program takes 2,000)."""
 
 THOROUGH = 1

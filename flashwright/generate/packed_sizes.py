@@ -105,9 +105,11 @@ def rectangular(
 
 def sequenced(tree: Tree, spec: AttentionSpec) -> Tree:
     """A program for rectangular batches, rewritten for a spec's sequences. In a decode the heads of
-    a group that share keys are rows of one tile, and the keys are split over thread blocks."""
+    a group that share keys are rows of one tile, and the keys are split over thread blocks unless
+    the spec says `unsplit`."""
     assert spec.batch is not None
     made = packed(tree, spec.batch)
     if spec.decode is None:
         return made
-    return split(grouped(made, spec.group) if spec.group > 1 else made)
+    made = grouped(made, spec.group) if spec.group > 1 else made
+    return made if spec.unsplit else split(made)

@@ -44,6 +44,7 @@ def sized(spec: AttentionSpec, dims: Mapping[str, int]) -> dict[str, int]:
     found["batch"] = max(BATCH, dims["batch"]) if dims["batch"] else 0
     if spec.decode is not None:
         found["q_len"] = min(spec.decode, dims["q_len"])
+    if spec.decode is not None and not spec.unsplit:
         found["splits"] = spec.dims.get("splits", 1 + dims["kv_len"] % SPLITS)
     return found
 

@@ -8,6 +8,7 @@ are split over thread blocks. A second kernel puts the parts together.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import Any
@@ -22,12 +23,15 @@ from flashwright.serving.cache import Cache, New, lengths_of
 from flashwright.serving.kernels import Asked, Wanted, attend
 from flashwright.serving.merge import merge_states
 from flashwright.serving.varlen import kernel_tensors
+from flashwright.spec import AttentionSpec
 
 MOST_SPLITS = 128
 _FULL = 0.8
 """Of the SMs: with so many thread blocks, keys are not split."""
 _NEAR = 0.85
 """Of the best efficiency: the fewest splits that reach it are taken."""
+_SMALL = 8 << 20
+"""Bytes that surely stay in the L2 between two kernels."""
 _KEYS = 64
 """Of one step, roughly; a split has at least one."""
 
@@ -215,15 +219,29 @@ def decode(
     if "tree" in given:
         mods, alike = tree.mods(), max(1, min(queries, tree.ROWS // group))
     few = rows_for(alike * group, task.spec.value_dim)
-    wanted = Wanted(task, batch_of_few(alike, group, task.spec.value_dim, page), mods)
+    form = batch_of_few(alike, group, task.spec.value_dim, page)
     blocks = batch * task.spec.kv_heads * ceil(queries * group / few)
-    sizes = {"splits": splits or split_count(task.card, blocks, longest)}
+    splits = splits or split_count(task.card, blocks, longest)
+    sizes = {"splits": splits}
+    if splits == 1 and _parts_cost(task.spec, batch * queries, longest):
+        form, sizes = replace(form, unsplit=True), {}
+    wanted = Wanted(task, form, mods)
     sizes |= {"q_len": queries, "kv_len": longest, "batch": batch}
     check = partial(reference.check, task.spec, given)
     read = kernel_tensors(given)
     if "tree" in read:
         read["tree"] = read["tree"].view(torch.float8_e4m3fn)
     return Asked(wanted, read, sizes, check)
+
+
+def _parts_cost(spec: AttentionSpec, queries: int, longest: int) -> bool:
+    """Whether it costs time to store O in fp32 and to load it again: the parts of so many queries
+    do not stay in the L2, and are more than 1 % of the keys that they read. A kernel of its own
+    stores such results without parts."""
+    part = 4 * spec.heads * spec.value_dim
+    columns = spec.head_dim + (0 if spec.latent else spec.value_dim)
+    keys = longest * spec.kv_heads * columns * (1 if spec.kv_dtype else 2)
+    return queries * part > _SMALL and 200 * part > keys
 
 
 def split_count(gpu: Gpu, blocks: int, longest: int) -> int:

@@ -40,8 +40,8 @@ $ python -m tests.mutation.report --write                 # writes this page
 
 A mutant is killed only if a diagnostic names the right line (`tests/mutation/test_mutants.py` has
 the rule). `make test` tries all mutants of two programs, and `make test-slow` those of five more.
-`make test-slow` also takes every built-in program (every variant, mask and option for three GPUs,
-with one head dim) and tries one mutant of each of the twelve classes in `STATED`
+`make test-slow` also takes every second built-in program (of all variants, masks and options for
+three GPUs, with one head dim) and tries one mutant of each of the twelve classes in `STATED`
 (`tests/mutation/mutants.py`).
 
 Derived [backward passes](gradients.md) are mutated too (`BACKWARD` in `tests/mutation/trial.py`):

@@ -101,8 +101,9 @@ def test_honest_kernels_pass_whatever_the_spec(option: str, dtype: str) -> None:
     ("kernel", "dtype"), list(zip(tiled.HONEST, itertools.cycle(DTYPES), strict=False))
 )
 def test_honest_kernels_pass_the_whole_trial(kernel: str, dtype: str) -> None:
-    for options in OPTIONS.values():
-        found = verdict(kernel, dtype, **options)
+    """Each with every second of the options, which two neighbours share."""
+    for option in list(OPTIONS)[list(tiled.HONEST).index(kernel) % 2 :: 2]:
+        found = verdict(kernel, dtype, **OPTIONS[option])
         assert found.ok, str(found)
 
 

@@ -22,7 +22,7 @@ from flashwright.program.kernels import Kernels
 torch = pytest.importorskip("torch")
 from flashwright.flex import attention as flex  # noqa: E402
 from flashwright.flex.task import NoKernel  # noqa: E402
-from flashwright.serving import kernels, mla  # noqa: E402
+from flashwright.serving import kernels, kvcache, mla  # noqa: E402
 from flashwright.serving.mla import flash_mla_with_kvcache, get_mla_metadata  # noqa: E402
 from tests.unit.emulated import needs_compilers  # noqa: E402
 from tests.unit.test_emulate_backward import launched as emulated  # noqa: E402
@@ -133,19 +133,20 @@ def test_a_key_is_copied_once() -> None:
 
 @needs_compilers
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [128, 16])
-def test_the_kernels_compute_it(heads: int) -> None:
+@pytest.mark.parametrize(("heads", "unsplit"), [(128, True), (16, False)])
+def test_the_kernels_compute_it(heads: int, unsplit: bool) -> None:
     """Compiled, without spills, and under emulation."""
     lengths = [130, 1, 0] if heads == 16 else [70]
     queries = 2 if heads == 16 else 1
-    both = program(heads=heads, causal=True)
+    both = program(heads=heads, causal=True, unsplit=unsplit)
     (q, cache, table, counts), keys = problem(queries, heads, 576, lengths)
     arrays = {"Q": in_bf16(q.transpose(1, 2)), "K": in_bf16(cache.transpose(1, 2))}
     arrays |= {"Table": table.numpy(), "LengthsK": counts.numpy()}
     shape = (len(lengths), heads, queries)
     arrays["O"] = np.full((*shape, 512), np.nan, arrays["Q"].dtype)
     arrays["LSE"] = np.full(shape, np.nan, np.float32)
-    dims = {"batch": len(lengths), "heads": heads, "kv_heads": 1, "q_len": queries, "splits": 2}
+    dims = {"batch": len(lengths), "heads": heads, "kv_heads": 1, "q_len": queries}
+    dims |= {} if unsplit else {"splits": 2}
     dims |= {"kv_len": 256, "pages": len(cache), "max_pages": table.shape[1]}
     spec = make_spec("mla-decode", heads=heads)
     made = kernels_of([(format_tree(p.tree), spec) for p in both.programs], "h200")
@@ -183,3 +184,17 @@ def test_there_are_no_gradients() -> None:
     (q, *rest), _ = problem(1, 6, 96)
     with pytest.raises(NoKernel, match="has no gradient"):
         flash_mla_with_kvcache(q.requires_grad_(), *rest, 64)
+
+
+def test_keys_that_are_not_split_have_a_kernel_without_parts(
+    on_gpu: Any, launched: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are thread blocks enough, O is stored as it is."""
+    monkeypatch.setattr(kvcache, "_SMALL", 0)
+    made = []
+    monkeypatch.setattr(PackedOrder, "make", lambda *a: (made.append(a[0].spec), make_packed(*a)))
+    width, values = NARROW
+    given, keys = problem(1, 6, width)
+    for splits in (1, 2):
+        close(on_gpu(*given, values, num_splits=splits), alone(given[0], keys, values))
+    assert [spec.unsplit for spec in made] == [True, False]

@@ -55,6 +55,13 @@ from flashwright.spec import AttentionSpec
         ("4 attention sink tokens, window 9", "mha", {"sink_tokens": 4, "window": 9}),
         ("window 9, the first 4 tokens always visible", "mha", {"sink_tokens": 4, "window": 9}),
         ("causal, causal mask", "mha", {"causal": True}),
+        ("packed sequences, causal, GQA", "gqa", {"packed": True, "causal": True}),
+        (
+            "bf16 decode of one query, fp8 cache, keys in pages of 16",
+            "mha",
+            {"dtype": "bf16", "decode": 1, "kv_dtype": "fp8", "page": 16},
+        ),
+        ("decoding with page size 64", "mha", {"decode": 1, "page": 64}),
         ("non-causal without ALiBi", "mha", {"causal": False, "alibi": False}),
         ("scale = 1e-05", "mha", {"scale": 1e-05}),
         ("window of 4,096, d128", "mha", {"window": 4096, "head_dim": 128}),
@@ -114,8 +121,8 @@ def test_what_no_setting_stands_for(text: str, unknown: tuple[str, ...]) -> None
 
 
 def test_a_size_of_something_else_is_no_head_dim() -> None:
-    found = understand("page size 16, d128")
-    assert (found.spec_settings, found.unknown) == ({"head_dim": 128}, ("page size 16",))
+    found = understand("tile size 16, d128")
+    assert (found.spec_settings, found.unknown) == ({"head_dim": 128}, ("tile size 16",))
     assert understand("head size 64").spec_settings == {"head_dim": 64}
 
 

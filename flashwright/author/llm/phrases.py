@@ -212,8 +212,32 @@ _SINKS: tuple[tuple[Meaning, tuple[str, ...]], ...] = (
 )
 
 
+_SEQUENCES: tuple[tuple[Meaning, tuple[str, ...]], ...] = (
+    (
+        _says(packed=True),
+        (
+            r"packed(?: (?:sequences|batch(?:es)?|queries))?",
+            r"var ?len",
+        ),
+    ),
+    (_count("decode"), (rf"decod(?:e|ing) (?:of|with) {N} (?:query|queries|tokens?)",)),
+    (_says(decode=1), (r"decod(?:e|ing)",)),
+    (
+        _count("page"),
+        (
+            rf"(?:keys (?:lie )?in )?pages of {N}(?: (?:positions|tokens|keys))?",
+            rf"page size{OF}{N}",
+        ),
+    ),
+    (
+        _says(kv_dtype="fp8"),
+        (rf"fp ?8 (?:(?:{KV} )?cache|keys and values)", rf"{KV}(?: cache)? in fp ?8"),
+    ),
+)
+
+
 def _rules() -> Iterator[tuple[re.Pattern[str], Meaning]]:
-    for meaning, patterns in (*_HEADS, *_WIDTHS, *_MASKS, *_SCORES, *_SINKS):
+    for meaning, patterns in (*_HEADS, *_WIDTHS, *_MASKS, *_SCORES, *_SINKS, *_SEQUENCES):
         for pattern in patterns:
             yield re.compile(rf"(?<!\w)(?:{pattern})(?!\w)"), meaning
 

@@ -27,4 +27,13 @@ __device__ int none_negative(Vector const& rows) {
   return __all_sync(0xffffffffu, all);
 }
 
+// Whether all of a warp's rows have a 1: what they multiply stays as it is.
+template <class Vector>
+__device__ int all_ones(Vector const& rows) {
+  bool all = true;
+  CUTE_UNROLL
+  for (int m = 0; m < decltype(cute::size(rows))::value; ++m) all = all && rows(m) == 1.f;
+  return __all_sync(0xffffffffu, all);
+}
+
 }  // namespace fw

@@ -116,7 +116,7 @@ __device__ void start_product(int group, Acc& acc, A const& a, B b) {
   constexpr int piece = Beside == 1 || Transposed || columns % B::width == 0 ? columns : 32;
   static_assert(columns % piece == 0 && (piece == columns || sizeof(T) == 2), "a share is halves of swizzle atoms");
   auto left = left_steps(a, Beside == 1 ? group : 0);
-  if constexpr (Beside > 1 && steps > 4) keep_steps_in_loop(left);
+  if constexpr (Beside > 1 && steps > 16) keep_steps_in_loop(left);
   Descriptor<B> right[columns / piece] = {Descriptor<B>(b)};
   CUTE_UNROLL
   for (int n = columns / piece - 1; n >= 0 && Beside > 1; --n) {

@@ -14,8 +14,9 @@ wait for it, as soon as its factors are known: the exponentials, which the speci
 slow with, leave room for it. For that a statement is taken apart into its assignments; names local
 to a row that both parts use become vectors.
 
-A tile that early and late products read (keys that are values as well) is held in two stages: its
-younger value comes while the late products still read the older one.
+A tile that early and late products read (keys that are values as well) is held in two stages: the
+early ones read its younger value while the late ones still read the older one. If it has no third
+stage, the late products start first, since the next value can come only when they are done.
 
 A change of order is legal if it keeps every two statements in order that touch the same thing, one
 of them writing. `reason` says why a loop stays as it is.
@@ -115,8 +116,8 @@ class Graph:
     """Items in program order, and which of them depend on which."""
 
     items: list[Item]
-    staged: frozenset[Key]
-    """Shared tiles with several stages."""
+    staged: Mapping[Key, int]
+    """Shared tiles of which two stages may be held: how many they have."""
     before: list[set[int]] = field(default_factory=list)
     """For each item the numbers of all items that it depends on, directly or not."""
 
@@ -130,9 +131,11 @@ class Graph:
             self.before.append(direct.union(*(self.before[n] for n in direct)))
 
     def twice(self, late: set[int]) -> frozenset[Key]:
-        """The tiles that both early and late products read, the early ones as right operands, and
-        that are held in two stages for that."""
-        tiles = _tiles(self, late) & self.staged
+        """The tiles that early products and one late product read, the early ones as right
+        operands, and that are held in two stages for that."""
+        if sum(self.items[n].gemm is not None for n in late) != 1:
+            return frozenset()
+        tiles = _tiles(self, late) & self.staged.keys()
         others = [item for item in self.items if item.number not in late]
         found = {k for k in tiles for item in others if k in item.effects.reads}
         readers = [(k, i) for k in found for i in others if k in i.effects.reads]
@@ -152,16 +155,23 @@ def pipelined(
     zero: Callable[[Key], bool],
     names: Names,
     ping_pong: bool,
-    staged: frozenset[Key] = frozenset(),
+    staged: Mapping[Key, int],
+    meeting: bool = False,
 ) -> Pipelined | Reason:
     """The loop in two stages. `zero` tells whether an accumulator is 0 before it. With `ping_pong`
-    warpgroups start their products one after the other. `staged` are the shared tiles with several
-    stages."""
+    warpgroups start their products one after the other. `staged` are the stages of shared tiles
+    of which two may be held. Where warpgroups are `meeting` in each iteration, the rescale is put
+    off as well: to the next iteration's first products, which it does not hold up."""
     graph = Graph(items(loop.body), staged)
     stages = _stages(graph)
     if isinstance(stages, Reason):
         return stages
     order = _order(graph, *stages)
+    if isinstance(order, _Order):
+        if any(staged[key] == 2 for key in graph.twice(stages[1])):
+            order = _with_late_first(graph, order, stages[1])
+        elif meeting:
+            order = _with_late_rescale(graph, order, stages[1])
     if isinstance(order, Reason):
         return order
     return _Writer(graph, order, zero, names, ping_pong).write(loop)
@@ -195,8 +205,6 @@ def _stages(graph: Graph) -> tuple[set[int], set[int]] | Reason:
         if twice:
             text = f"`{twice[0][0]}` is read by its last GEMM and before that"
             help = "copy it a second time, under another name, for the last GEMM"
-            if twice[0] not in graph.staged:
-                help = "`with stages 2` holds it for both; or " + help
             return Reason(text, item.node.origin, help)
     late |= {i.number for i in graph.items if isinstance(i.node, ir.Await) and i.node.key in tiles}
     return early, late
@@ -251,6 +259,35 @@ class _Order:
     rescale: list[int]
     """What is done with the late products' accumulators."""
     rest: list[int]
+    rescale_late: bool = False
+    """The rescale stands before the late products, in the next iteration."""
+    late_first: bool = False
+    """The late products stand before the early ones."""
+
+    def steady(self) -> list[int]:
+        """The numbers of all items, as they follow each other in the loop."""
+        early, moved = [*self.head, *self.early], [*self.middle, *self.give]
+        if self.late_first:
+            return [*self.late, *early, *self.settle, *moved, *self.rescale, *self.rest]
+        if self.rescale_late:
+            return [*early, *self.rescale, *self.late, *moved, *self.settle, *self.rest]
+        return [*early, *self.late, *moved, *self.settle, *self.rescale, *self.rest]
+
+
+def _with_late_first(graph: Graph, order: _Order, late: set[int]) -> _Order | Reason:
+    """The order for a tile that is held in two stages and has no third: the late products are done
+    first, so that the next value of the tile comes while the early ones and the softmax run."""
+    found = replace(order, late_first=True)
+    return found if _legal(graph, found, late) else _unordered(graph)
+
+
+def _with_late_rescale(graph: Graph, order: _Order, late: set[int]) -> _Order:
+    """The order with the rescale right before the late products, if nothing else needs it."""
+    moved = {*order.rescale}
+    found = replace(order, rescale_late=True)
+    alone = moved and graph.after(moved) <= late | moved
+    plain = not any(isinstance(graph.items[n].node, ir.Compute) for n in order.settle)
+    return found if alone and plain and _legal(graph, found, late | moved) else order
 
 
 def _order(graph: Graph, early: set[int], late: set[int]) -> _Order | Reason:
@@ -349,8 +386,7 @@ def _with_cheap(graph: Graph, stage0: list[int], middle: list[int], done: set[in
 
 def _legal(graph: Graph, order: _Order, late: set[int]) -> bool:
     """Whether every item stands behind what it depends on, in this iteration or the one before."""
-    steady = [*order.head, *order.early, *order.late, *order.middle, *order.give]
-    steady += [*order.settle, *order.rescale, *order.rest]
+    steady = order.steady()
     place = {n: position for position, n in enumerate(steady)}
     if sorted(steady) != list(range(len(graph.items))):
         return False
@@ -392,7 +428,7 @@ class _Writer:
                 text = "what is deferred to the next iteration depends on the loop's variable"
                 return Reason(text, self.graph.items[n].node.origin)
         middle, rescale, rest = self._together(order.middle, order.rescale, order.rest)
-        settle = self._nodes(order.settle)
+        settle, started = self._nodes(order.settle), self._nodes(order.late)
         anew = () if self._stays_zero(rescale) else rescale
         again: tuple[ir.Statement, ...] = rescale
         last: tuple[ir.Statement, ...] = ()
@@ -402,10 +438,12 @@ class _Writer:
                 return Reason("an fp8 sum is changed in more than one way", rescale[0].origin)
             anew, again, last = stepped
             settle = tuple(n for n in settle if not isinstance(n, ir.Compute))
+        if order.rescale_late:
+            started, anew, again = (*rescale, *started), (), ()
         wait, signal = (
             ((ir.PingPong(step),) for step in ("wait", "signal")) if self.ping_pong else ((), ())
         )
-        head, early, started = (self._nodes(part) for part in (order.head, order.early, order.late))
+        head, early = (self._nodes(part) for part in (order.head, order.early))
         released = self._nodes(order.give)
         known = _known(middle)
         held = tuple(replace(n, known=known) if isinstance(n, ir.Release) else n for n in released)
@@ -416,6 +454,9 @@ class _Writer:
             *(*above, *wait, *first_products, *started, *signal, *middle, *held),
             *(*settle, *again, *rest),
         )
+        if order.late_first:
+            products = (*wait, *started, *above, *first_products, *signal)
+            steady = (*products, *settle, *middle, *held, *again, *rest)
         tiles = frozenset(_tiles(self.graph, late)) - both
         return Pipelined(first, steady, (*started, *settle, *last), tiles)
 

@@ -47,6 +47,8 @@ class SoftwarePipeline:
     split: bool
     exits: bool = True
     """Warpgroups may exit a loop early, each by itself."""
+    meeting: bool = False
+    """Warpgroups have the same rows, so that they meet in each iteration."""
     late: dict[str, frozenset[Key]] = field(default_factory=dict)
     whole: tuple[ir.Statement, ...] = ()
 
@@ -95,9 +97,11 @@ class SoftwarePipeline:
         if not self.split:
             taken = _masked_throughout(taken)
         if self.overlap:
-            staged = frozenset(k for k, b in self.program.buffers.items() if b.stages > 1)
+            buffers = self.program.buffers.items() if self.meeting else ()
+            staged = {key: buffer.stages for key, buffer in buffers if buffer.stages > 1}
             zero = partial(_is_zero, before)
-            found = pipelined(taken, zero, self.names, self.ping_pong, staged)
+            how = (zero, self.names, self.ping_pong, staged, self.meeting)
+            found = pipelined(taken, *how)
         line = loop.origin.lines[0] if loop.origin.lines else 0
         if isinstance(found, Reason):
             again = live_before(loop.body, frozenset()) | live

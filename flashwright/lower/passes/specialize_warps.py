@@ -31,7 +31,11 @@ from flashwright.lower.passes.prefetch import remark_single_stages
 from flashwright.lower.passes.rings import consuming, needed_last, producing
 from flashwright.lower.passes.scale_in_exponent import in_exponent
 from flashwright.lower.passes.software_pipeline import SoftwarePipeline
-from flashwright.lower.passes.split_columns import exchanged, shared_operands
+from flashwright.lower.passes.split_columns import (
+    exchanged,
+    rescaled_where_needed,
+    shared_operands,
+)
 from flashwright.lower.passes.vectors_in_place import vectors_in_place
 from flashwright.lower.passes.verify import Verifier
 from flashwright.lower.passes.wgmma_groups import asynchronous
@@ -101,7 +105,7 @@ def specialize_warps(
     remark_single_stages(seen, more.buffers, report)
     more, consumers, late = _consumers(more, gpu, seen, names, report, verifier, bool(split))
     if split:
-        consumers = exchanged(more, gpu, consumers, names)
+        consumers = rescaled_where_needed(exchanged(more, gpu, consumers, names))
         verifier.products(consumers, "splitting columns", more)
     elif not sparing:
         consumers = use_integer_maxima(more, gpu, consumers)
@@ -164,6 +168,7 @@ def _consumers(
         ping_pong=ping_pong,
         split=schedule.split_masked,
         exits=not split,
+        meeting=split,
     )
     ringed = verifier.consumers(consuming(met, keys), "rings", program)
     found = verifier.consumers(pipeline.run(ringed), "software pipelining", program)

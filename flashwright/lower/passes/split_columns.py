@@ -31,7 +31,7 @@ from flashwright.lower.frontend.masks import GROUP
 from flashwright.lower.frontend.scalars import refused
 from flashwright.lower.names import EXCHANGE, Names, tile_name
 from flashwright.lower.targets.shared_memory import with_more
-from flashwright.lower.term import ZERO, Term, binary, negated
+from flashwright.lower.term import ZERO, At, Call, Term, Var, binary, negated
 from flashwright.program.program import Buffer, Key, Program
 
 Body = tuple[ir.Statement, ...]
@@ -131,6 +131,23 @@ def exchanged(program: Program, gpu: Gpu, body: Body, names: Names) -> Body:
         if not isinstance(node, ir.Compute) or gpu.beside(rows, program.warps) == 1:
             return node
         return _Split(names).run(node)
+
+    return ir.changed(body, change)
+
+
+def rescaled_where_needed(body: Body) -> Body:
+    """The statements with tests before what only multiplies a tile by a factor of each row: where
+    no maximum of a warp's rows has risen, all factors are 1. Tensor cores wait for that work."""
+
+    def change(node: ir.Statement) -> ir.Statement:
+        if not isinstance(node, ir.Compute) or node.unless is not None or len(node.assigns) != 1:
+            return node
+        (assign,) = node.assigns
+        match assign.value:
+            case Op("*", (Leaf() as tile, Leaf(At(name)) as factor)) if tile == assign.target:
+                if tile.axes == TILE and factor.axes == ROW:
+                    return replace(node, unless=Call("all_ones", (Var(name),), "bool"))
+        return node
 
     return ir.changed(body, change)
 

@@ -154,5 +154,6 @@ def _undisturbed(node: ir.Statement, open: list[ir.Gemm], stage: str) -> None:
         left = operand_name(gemm.left) if gemm.left[1] == "register" else gemm.left
         if tile_name(gemm.target) in found.all | opened:
             raise BadIR(stage, node, f"{gemm.target[0]} is touched while a product is under way")
-        if found.writes & {gemm.right, left}:
+        older = isinstance(node, ir.Release) and gemm.ahead  # it reads the stage behind that
+        if found.writes & ({left} if older else {gemm.right, left}):
             raise BadIR(stage, node, f"an operand of {gemm.target[0]} is given away or rewritten")

@@ -29,7 +29,9 @@ class _Group:
             return False
         found, gemm = effects(node), self.gemm
         left = operand_name(gemm.left) if gemm.left[1] == "register" else gemm.left
-        return tile_name(gemm.target) in found.all or bool(found.writes & {gemm.right, left})
+        older = isinstance(node, ir.Release) and gemm.ahead  # it reads the stage behind that
+        given = {left} if older else {gemm.right, left}
+        return tile_name(gemm.target) in found.all or bool(found.writes & given)
 
 
 def asynchronous(body: tuple[ir.Statement, ...], late: bool = False) -> tuple[ir.Statement, ...]:
@@ -42,7 +44,10 @@ def asynchronous(body: tuple[ir.Statement, ...], late: bool = False) -> tuple[ir
         out += _finish(open, _due(open, *_before(waiting, node)))
         out += _ready(waiting, open)
         if isinstance(node, ir.Release) and _due(open, node):
-            waiting.append(node)
+            if _is_awaited(node, open):
+                out += [*_finish(open, _due(open, node)), node]
+            else:
+                waiting.append(node)
         elif isinstance(node, (ir.Loop, ir.Branch)):
             multiplies = any(isinstance(n, ir.Gemm) for n in ir.flat((node,)))
             out += _finish(open, len(open) if multiplies else _due(open, node))
@@ -60,6 +65,12 @@ def asynchronous(body: tuple[ir.Statement, ...], late: bool = False) -> tuple[ir
             out += _ready(waiting, open)
             out.append(node)
     return (*out, *_finish(open, len(open)), *waiting)
+
+
+def _is_awaited(release: ir.Release, open: Sequence[_Group]) -> bool:
+    """Whether a younger value of the tile is being multiplied, so that the next one can come only
+    when this one is handed back: that is worth a wait."""
+    return any(group.gemm.ahead and group.gemm.right == release.key for group in open)
 
 
 def _before(waiting: Sequence[ir.Release], node: ir.Statement) -> list[ir.Release]:
