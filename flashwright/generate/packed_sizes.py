@@ -96,8 +96,10 @@ def rectangular(
     """The author's program for rectangular batches, with one tiling: `sequenced` makes of it what
     the spec asks for. Raises NothingFits."""
     few = None
-    if spec.decode is not None:  # a page of whole steps is one place in memory
-        behind = spec.page if spec.page is not None and spec.page % _STEP == 0 else 2 * _STEP
+    if spec.decode is not None:
+        behind = 2 * _STEP
+        if not gpu.tma and spec.page is not None and spec.page % _STEP == 0:
+            behind = spec.page  # one of whole steps is one place for threads that copy
         behind = _STEP if mods is not None else behind  # a mask's own reads take registers
         few = rows_for(spec.decode * spec.group, spec.value_dim), behind
     return write_code(sketch, spec.each, gpu, mods, headroom, few, _USUAL_KEYS)
