@@ -40,6 +40,7 @@ EXAMPLES = {
     "top_k": "top_k = 16",
     "packed": "packed = true",
     "decode": "decode = 1",
+    "unsplit": "unsplit = true",
     "cache": "cache = true",
     "page": "page = 16",
     "reference": 'reference = "mine.py"',
@@ -47,7 +48,7 @@ EXAMPLES = {
     "repeatable": "repeatable = false",
     "dims": "dims = {pages = 9}",
 }
-NEEDS = {"sink_tokens": "window", "latent": "v_dim"}
+NEEDS = {"sink_tokens": "window", "latent": "v_dim", "unsplit": "decode"}
 """Keys that mean something only beside another one."""
 
 
