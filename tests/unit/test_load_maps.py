@@ -230,7 +230,7 @@ def test_a_map_for_ranges_ends_where_they_do() -> None:
 
 
 @on_fake_gpu
-def test_a_map_for_pages_ends_where_the_rows_of_a_box_do() -> None:
+def test_a_map_for_pages_counts_the_rows_of_all_pages_together() -> None:
     """With `n` rows left, from row `first` of a page on: the address is that of its first row."""
     driver = Driver()
     tensors = (plan_tensor("X", "P:batch H:3 L:length D:64", vector=8), plan_tensor("O", "B:batch"))
@@ -243,13 +243,17 @@ def test_a_map_for_pages_ends_where_the_rows_of_a_box_do() -> None:
         run(Tensor(array), out=tensor(5))
         one = driver.map(0)
         sizes, strides = shape(one)
-        assert sizes == [49, 5, 3, 16, 64]
+        assert sizes == [2**31 - 2**16, 2**31 - 2**16, 3, 2**30, 64]
         first, left = 32, 5
-        places = (first + left, 4, 2, 16 - left)
+        row = 4 * array.strides[0] // array.strides[2] + first
+        places = (2**30, row + left, 2, 2**30 - left)
         at = one.address + sum(x * step for x, step in zip(places, strides, strict=True))
-        assert at == array[4, 2, first:].ctypes.data
+        assert at % 2**64 == array[4, 2, first:].ctypes.data
         assert list(one.box) == [64, 16, 1, 1, 1]
     run(Tensor(np.zeros((0, 3, 48, 64), np.float16)), out=tensor(0))  # no page at all
+    memory = np.zeros((5, 3 * 48 * 64 + 8), np.float16)[:, :-8]
+    with pytest.raises(ValueError, match="`X` must have pages that are whole rows apart"):
+        run(Tensor(memory.reshape(5, 3, 48, 64)), out=tensor(5))
 
 
 @on_fake_gpu

@@ -20,7 +20,7 @@ from flashwright.lower.element import Leaf, variable
 from flashwright.lower.frontend.lowering import lower
 from flashwright.lower.passes.bad_ir import BadIR
 from flashwright.lower.passes.verify import Verifier, enabled, verify_stages
-from flashwright.lower.passes.verify_rings import verify_groups
+from flashwright.lower.passes.verify_rings import verify_groups, verify_rings
 from flashwright.lower.term import Var, plus
 from flashwright.lower.translate import prepared, schedule, translate
 from flashwright.program.program import Program
@@ -452,3 +452,25 @@ def test_a_tile_with_stages_is_read_at_one() -> None:
     ):
         with pytest.raises(BadIR, match="O has stages, and none is named"):
             verify_stages((write, reader), "x")
+
+
+K = ("K", "shared")
+AHEAD = ir.Await(K, ahead=True)
+READ_AHEAD = ir.Gemm(("S", "register"), ("Q", "shared"), K, True, True, ahead=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ((AHEAD, ir.Release(K)), "waited for ahead of no value"),
+        ((ir.Await(K), AHEAD, AHEAD), "waited for ahead of no value"),
+        ((ir.Await(K), READ_AHEAD, ir.Release(K)), "read ahead and was not waited for"),
+        ((ir.Await(K), AHEAD, READ_AHEAD, ir.Release(K)), "still held at the end"),
+    ],
+)
+def test_two_values_of_a_tile(body: Body, text: str) -> None:
+    with pytest.raises(BadIR, match=text):
+        verify_rings(body, "here", {K, ("Q", "shared")})
+    verify_rings(
+        (ir.Await(K), AHEAD, READ_AHEAD, ir.Release(K), ir.Release(K)), "here", {K, ("Q", "shared")}
+    )

@@ -128,6 +128,19 @@ def test_a_key_is_copied_once() -> None:
     assert sum(b.bytes * b.stages for b in first.buffers.values() if b.space == "shared") == (
         64 * 576 * 2 * 3
     )
+    assert made.report.loops[0].overlapped
+    loop = made.source[made.source.index("wait_ahead") - 600 :]
+    order = [
+        "start_product<false, false",  # O += P V of the tile before
+        "Klatent_ring.wait_ahead()",
+        "Klatent_shared.stage(Klatent_ring.ahead())",  # the scores of this one
+        "Klatent_ring.release()",  # the next one can come
+        "exchange.max",
+        "all_ones(drops)",
+        "to_shared",
+    ]
+    places = [loop.index(text) for text in order]
+    assert places == sorted(places)
     assert translate(second, gpus.find("h200")).source  # sums in pieces of columns
 
 

@@ -35,7 +35,7 @@ WIDTH = 100
 # Registers of a producer and of a consumer thread, by consumer warpgroups: setmaxnreg.
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
 REGISTERS_WIDE = {1: (0, 0), 2: (32, 232), 3: (32, 160)}  # where a tile is more than 4 boxes,
-REGISTERS_PAGED = {1: (0, 0), 2: (72, 216), 3: (56, 152)}  # where its rows lie in pages,
+REGISTERS_PAGED = {1: (0, 0), 2: (72, 216), 3: (32, 160)}  # where its rows lie in pages,
 REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where are helpers or a queue,
 REGISTERS_STAGING = {1: (0, 0), 2: (56, 224), 3: (56, 152)}  # and helper warps with more to do
 LOOSEST = (("?", ":"), ("||",), ("&&",), ("|",), ("&",), ("+", "-"))
