@@ -1,4 +1,5 @@
-"""The tile scheduler of persistent kernels (device/fw/tile_scheduler.cuh), under emulation."""
+"""How persistent kernels share out tiles (device/fw/tile_scheduler.cuh, tile_queue.cuh), under
+emulation."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ def test_tiles_that_wait_for_earlier_ones_come_to_an_end(rounds: str, blocks: in
 
 
 SEQUENCES = """
-#include <fw/tile_scheduler.cuh>
+#include <fw/tile_queue.cuh>
 struct Params {
   fw::Global<int, 1> starts;
 };

@@ -8,5 +8,6 @@
 #include <fw/helpers.cuh>
 #include <fw/maxima.cuh>
 #include <fw/ring.cuh>
+#include <fw/tile_queue.cuh>
 #include <fw/tile_scheduler.cuh>
 #include <fw/wgmma.cuh>

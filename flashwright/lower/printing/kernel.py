@@ -423,7 +423,7 @@ class Printer:
 
 def tile_loop(kernel: ir.Kernel, producer: bool = False) -> str:
     """The head of the loop over a thread block's tiles (device/fw/tile_scheduler.cuh). Tiles of
-    sequences are taken by the producer, and handed on."""
+    sequences are taken by the producer, and handed on (tile_queue.cuh)."""
     counts = [text(axis.count) for axis in kernel.grid]
     first = ", true" if kernel.waves > 0 and kernel.grid[0].longest == "first" else ""
     kind = f"TileScheduler<{kernel.waves}{first}>"

@@ -13,7 +13,7 @@ from flashwright.lower.targets.atoms import shared_layout
 from flashwright.program.program import Buffer, Key, Program
 
 BARRIERS = 16  # bytes, for each stage of a ring
-QUEUE = 64  # bytes of a TileQueue: device/fw/tile_scheduler.cuh
+QUEUE = 64  # bytes of a TileQueue: device/fw/tile_queue.cuh
 EPILOGUE_OF_A_WARP, ALIGNED = 2048, 1024  # bytes: device/fw/epilogue.cuh
 
 
