@@ -163,12 +163,12 @@ __device__ cute::array<int, sizeof...(Coords)> coordinates(Coords... coords) {
 }
 
 // Where TMA finds a tile whose rows lie in pages of `Size` rows: in boxes of `Rows` rows, each in one page. `first` is the
-// position of the tile in its sequence, which has so many `rows` from there on. `page(n)` reads a table: it gives the first
-// row of the n-th page, counted from that of the tensor, and the coordinates on other axes.
+// position of the tile in its sequence, which has so many `rows` from there on. `page(n)` reads a table: it gives the number
+// of the n-th page, and the coordinates on other axes. From one page to the next there are `step` rows.
 template <int Size, int Rows, class Page>
 struct PageBoxes {
   using Place = decltype(std::declval<Page>()(0));
-  int first, rows;
+  int first, rows, step;
   Page page;
   Place held;  // of the first box: known before a stage is free, so that nothing waits for the table then
 
@@ -181,8 +181,8 @@ struct PageBoxes {
 };
 
 template <int Size, int Rows, class Page>
-__device__ PageBoxes<Size, Rows, Page> page_boxes(int first, int rows, Page page) {
-  PageBoxes<Size, Rows, Page> boxes{first, rows, page, {}};
+__device__ PageBoxes<Size, Rows, Page> page_boxes(int first, int rows, int step, Page page) {
+  PageBoxes<Size, Rows, Page> boxes{first, rows, step, page, {}};
   boxes.held = boxes.place(0);
   return boxes;
 }
@@ -248,7 +248,7 @@ __device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& ma
     next = boxes.place(n + 1);
     int const row = n * Rows, left = ::max(::min(boxes.rows - row, Rows), 0);
     int const begin = Rows == Size ? 0 : static_cast<int>(static_cast<uint32_t>(boxes.first + row) % Size);
-    int const end = place[0] + begin + left;
+    int const end = place[0] * boxes.step + begin + left;  // only here, so that nothing waits for the next page
     if constexpr (axes == 1) {
       fetch_box<Column, Width>(tile, ring, map, row, range_end, end, range_end - left, x);
     } else {

@@ -24,7 +24,7 @@ from flashwright.lower.printing.cpp import text
 from flashwright.lower.printing.elementwise import compute, converted, scatter
 from flashwright.lower.targets.atoms import CPP_TYPES
 from flashwright.lower.targets.tensor_maps import loaded_pieces, tma_optional_tiles
-from flashwright.lower.term import ZERO, At, Term, Var, binary, integer
+from flashwright.lower.term import ZERO, At, Term, Var, integer
 from flashwright.program.program import Buffer, Key, Program
 
 Lines = Iterator[str]
@@ -134,14 +134,12 @@ class Context:
     def _page_boxes(self, window: ir.Window, pages: ir.Pages) -> str:
         """The same of a tile in several pages."""
         assert window.rows is not None  # they have a range
-        page_idx, *others, _, column = window.start
-        first = binary("*", page_idx, ir.rows_of_a_page(window.tensor))
-        page = f"fw::coordinates({', '.join(map(text, (first, *others)))})"
+        *others, _, column = window.start
+        page = f"fw::coordinates({', '.join(map(text, others))})"
         of = f"[&](int {ir.PAGE_IDX.name}) {{ return {page}; }}"
-        sizes, place = (
-            f"{pages.size}, {window.page_rows}",
-            f"{text(pages.first)}, {text(window.rows)}",
-        )
+        sizes = f"{pages.size}, {window.page_rows}"
+        step = text(ir.rows_of_a_page(window.tensor))
+        place = f"{text(pages.first)}, {text(window.rows)}, {step}"
         return f"fw::page_boxes<{sizes}>({place}, {of}), {text(column)}"
 
     def rows(self, window: ir.Window, key: Key) -> str:
