@@ -88,9 +88,9 @@ FAULTS = (
     Fault(
         "late_p: a Reshape moves behind what changes its source",
         "lower/passes/overlap.py",
-        "        settle = self._nodes(order.settle)\n",
+        "        settle, started = self._nodes(order.settle)",
         "        rest = tuple(sorted(rest, key=lambda n: isinstance(n, ir.Operand)))\n"
-        "        settle = self._nodes(order.settle)\n",
+        "        settle, started = self._nodes(order.settle)",
         HOPPER,
     ),
     Fault(
@@ -124,8 +124,8 @@ FAULTS = (
     Fault(
         "a tile is released under the product that reads it",
         "lower/passes/wgmma_groups.py",
-        "bool(found.writes & {gemm.right, left})",
-        "bool(found.writes & {left})",
+        "given = {left} if older else {gemm.right, left}",
+        "given = {left}",
         HOPPER,
     ),
     Fault(

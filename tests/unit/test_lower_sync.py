@@ -132,7 +132,8 @@ def test_no_race_in_the_built_in_programs(variant: str, gpu: str) -> None:
                 continue
             check_all(program(text, strict=False), card)  # test_builtin.py has them checked
             tried += 1
-    assert tried or gpu == "t4"
+    unfit = gpu == "t4" or (variant == "mla-decode" and gpu != "h200")  # O has 512 columns
+    assert tried or unfit
 
 
 # --- the checker itself: it sees what is taken away --------------------------------------------
