@@ -34,6 +34,7 @@ ROOM = 208
 LENGTHS = [0, 1, 130, 64, 17]
 E4M3 = torch.float8_e4m3fn
 HEADS = 2
+SLOW = pytest.mark.slow
 
 
 def problem(heads: int = 6, queries: int = 2, width: int = 64, kind: Any = torch.bfloat16) -> Any:
@@ -86,8 +87,8 @@ def close(found: Any, wanted: Any) -> None:
 
 DECODE = [
     ("h200", None, "bf16", 64),
-    pytest.param("h200", 16, "fp16", 128, marks=pytest.mark.slow),
-    pytest.param("a100", 16, "bf16", 96, marks=pytest.mark.slow),
+    pytest.param("h200", 16, "fp16", 128, marks=SLOW),
+    pytest.param("a100", 16, "bf16", 96, marks=SLOW),
 ]
 
 
@@ -149,7 +150,7 @@ def test_pytorch_scales_keys_and_values() -> None:
     close(flash_attn_with_kvcache(q, *pages, block_table=table, **settings_of(scales)), wanted)
 
 
-@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("page", [pytest.param(None, marks=SLOW), 16])
 def test_a_kernel_scales_them(page: int | None, on_gpu: list[tuple[str, ...]]) -> None:
     q, caches, scales, wide = problem()
     settings = settings_of(scales)
@@ -166,7 +167,9 @@ def wanted_of_cpu(q: Any, wide: list[Any]) -> Any:
         return wanted_of(q, wide)
 
 
-@pytest.mark.parametrize("scale", [None, 0.25, torch.full((1,), 0.25)])
+@pytest.mark.parametrize(
+    "scale", [0.25, *(pytest.param(s, marks=SLOW) for s in (None, torch.full((1,), 0.25)))]
+)
 def test_a_number_scales_all(scale: Any, on_gpu: list[tuple[str, ...]]) -> None:
     q, caches, _, _ = problem(heads=2)
     factor = 1.0 if scale is None else 0.25
