@@ -25,7 +25,8 @@ static struct Map maps[MAPS];
 static int encoded; /* maps, since the last launch */
 static char zeros[16] __attribute__((aligned(16)));
 static int launches, loads, pushed, retained, synchronized_, shared_set, image_is_ptx;
-static int refuse_cubin, fail_launch, fail_ptx, fail_map, max_threads = 1024;
+static int refuse_cubin, fail_launch, fail_ptx, fail_map, fail_pool, max_threads = 1024;
+static int counters[64], had, freed, counted_at_launch; /* memory from pools */
 static int mode = 0, size = 0;
 static void* current; /* the context of this thread */
 static int contexts[4];
@@ -43,6 +44,9 @@ int fake_count(const char* what) {
   if (!strcmp(what, "shared_set")) return shared_set;
   if (!strcmp(what, "ptx")) return image_is_ptx;
   if (!strcmp(what, "mode")) return mode;
+  if (!strcmp(what, "had")) return had;
+  if (!strcmp(what, "freed")) return freed;
+  if (!strcmp(what, "counted_at_launch")) return counted_at_launch;
   return -1;
 }
 void fake_set(const char* what, int value) {
@@ -50,6 +54,7 @@ void fake_set(const char* what, int value) {
   if (!strcmp(what, "fail_launch")) fail_launch = value;
   if (!strcmp(what, "fail_ptx")) fail_ptx = value;
   if (!strcmp(what, "fail_map")) fail_map = value, encoded = 0;
+  if (!strcmp(what, "fail_pool")) fail_pool = value;
   if (!strcmp(what, "max_threads")) max_threads = value;
   if (!strcmp(what, "size")) size = value < PARAMETERS ? value : PARAMETERS; /* of the parameters */
 }
@@ -103,9 +108,31 @@ int cuLaunchKernel(void* kernel, unsigned gx, unsigned gy, unsigned gz, unsigned
   if (fail_launch) return 1;
   if (current != kernel || extra != NULL) return 400;
   ++launches, encoded = 0;
+  counted_at_launch = had > freed ? counters[(had - 1) % 64] : -1;
   last = (struct Launch){{gx, gy, gz}, {bx, by, bz}, shared, stream, kernel, {0}};
   memcpy(last.parameters, parameters[0], size);
   return 0;
+}
+int cuMemPoolCreate(void** pool, const int* props) {
+  if (mode != 2) return 900; /* capture would be broken */
+  return props[0] == 1 && props[1] == 0 && props[2] == 1 ? *pool = &contexts[props[3]], 0 : 1;
+}
+int cuMemPoolSetAttribute(void* pool, int attribute, uint64_t* value) {
+  return pool == NULL || attribute != 4 || *value != UINT64_MAX;
+}
+int cuMemAllocFromPoolAsync(void** address, size_t bytes, void* pool, void* stream) {
+  if (fail_pool) return 2;
+  if (bytes != 4 || pool != current || stream != NULL) return 1;
+  counters[had % 64] = 77; /* what was there before */
+  return *address = &counters[had++ % 64], 0;
+}
+int cuMemsetD32Async(int* address, unsigned value, size_t count, void* stream) {
+  if (count != 1 || stream != NULL) return 1;
+  return *address = (int)value, 0;
+}
+int cuMemFreeAsync(int* address, void* stream) {
+  if (*address < 0 || stream != NULL) return 1;
+  return *address = -1, ++freed, 0;
 }
 int cuModuleGetGlobal_v2(void** address, size_t* bytes, void* module, const char* name) {
   (void)module;

@@ -258,7 +258,7 @@ def on_fake_gpu(body: Callable[[], None]) -> Callable[[ProcessPoolExecutor], Non
 def _run(module: str, name: str) -> None:
     driver = Driver()
     driver.set("size", struct.calcsize("=" + FORMAT))
-    for switch in ("refuse_cubin", "fail_launch", "fail_ptx", "fail_map"):
+    for switch in ("refuse_cubin", "fail_launch", "fail_ptx", "fail_map", "fail_pool"):
         driver.set(switch, 0)
     driver.set("max_threads", 1024)
     getattr(importlib.import_module(module), name).body()

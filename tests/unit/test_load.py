@@ -86,6 +86,29 @@ def test_a_launch_has_the_grid_the_block_and_the_parameters_of_the_plan() -> Non
 
 
 @on_fake_gpu
+def test_a_launch_has_a_counter_of_its_own() -> None:
+    """Before the dimensions: cleared for the launch, and given back behind it."""
+    driver, run, given, out = Driver(), kernel(counter=True), inputs(), outputs()
+    driver.set("size", 256)
+    layout = FORMAT.replace("5i4x", "Q5i4x")
+    had, places = driver.count("had"), set()
+    run(*given, out=out)
+    bound = run.bound([*given, out["O"], None], [None] * 5, [(n, 0) for n in range(5)] + [(-1, 0)])
+    for launch in (lambda: run(*given, out=out), lambda: bound(*given, out["O"])):
+        launch()
+        assert driver.count("counted_at_launch") == 0
+        *_, address, batch, heads, kv_heads, q_len, kv_len = driver.parameters(layout)
+        assert (batch, heads, kv_heads, q_len, kv_len) == (2, 6, 3, 300, 77)
+        places.add(address)
+    assert len(places) == 2
+    assert driver.count("had") - had == 3 == driver.count("freed") - had
+    driver.set("fail_pool", 1)
+    with pytest.raises(RuntimeError, match="getting memory for the kernel's counter failed"):
+        run(*given, out=out)
+    kernel()(*given, out=out)  # which needs none
+
+
+@on_fake_gpu
 def test_a_notebook_shows_what_a_kernel_is_called_with() -> None:
     page = kernel()._repr_html_()
     assert "<td>Q</td><td>input</td>" in page
