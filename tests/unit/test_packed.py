@@ -15,6 +15,7 @@ from flashwright.check.check import check, checked_program
 from flashwright.cli.rewrite import pack
 from flashwright.fuzz.case import FuzzCase, load
 from flashwright.fuzz.oracle import evaluate_cases
+from flashwright.generate.packed_sizes import rectangular
 from flashwright.grad.grad import backward
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.format import format_expr, format_tree
@@ -58,6 +59,15 @@ def test_backward_passes_can_be_packed(name: str) -> None:
     assert "in fragments" not in text
     assert text.count("Allocate StartsQ") == 1
     assert "if block_idx * BN < kv_length" in text
+
+
+def test_sequences_have_the_tiling_that_was_measured_for_usual_lengths() -> None:
+    """Longer steps are faster from 4,096 keys on, where few sequences are as long."""
+    spec = make_spec("gqa", head_dim=128, dtype="bf16", causal=True, packed=True)
+    card = gpus.find("h200")
+    whole = rectangular(write_sketch(spec.each), spec, card)
+    assert "param BN = 128" in whole.code and not whole.further
+    assert "param BN = 160" in write_code(write_sketch(spec.each), spec.each, card).code
 
 
 def test_positions_as_columns_are_refused() -> None:
