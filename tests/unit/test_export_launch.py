@@ -141,6 +141,27 @@ def struct_size(plan: LaunchPlan) -> int:
 
 
 @on_fake_gpu
+def test_a_launch_has_a_counter_of_its_own() -> None:
+    driver, plan = Driver(), fake_gpu.make_plan(counter=True, maps=MAPS)
+    driver.set("size", 1024)
+    given = [as_torch(t) for t in (*inputs(), outputs()["O"], None)]
+    run, found, had = launcher(plan), [], driver.count("had")
+    for _ in range(2):
+        run.launch_on(given, {}, 0, 0)
+        assert driver.count("counted_at_launch") == 0
+        layout = "384s" + fake_gpu.FORMAT.replace("5i4x", "Q5i")
+        *_, address, batch, heads, kv_heads, q_len, kv_len = driver.parameters(layout)
+        assert (batch, heads, kv_heads, q_len, kv_len) == (2, 6, 3, 300, 77)
+        found.append(address)
+    assert found[0] != found[1]
+    assert driver.count("had") - had == 2 == driver.count("freed") - had
+    driver.set("fail_pool", 1)
+    with pytest.raises(RuntimeError, match="getting memory for the kernel's counter failed"):
+        run.launch_on(given, {}, 0, 0)
+    driver.set("fail_pool", 0)
+
+
+@on_fake_gpu
 def test_what_the_compiled_launcher_refuses_is_refused() -> None:
     plan = fake_gpu.make_plan(maps=MAPS)
     compiled, ours = Kernel(plan, b"\x7fELF"), launcher(plan)
