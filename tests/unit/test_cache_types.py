@@ -86,7 +86,7 @@ def close(found: Any, wanted: Any) -> None:
 
 
 DECODE = [
-    ("h200", None, "bf16", 64),
+    pytest.param("h200", None, "bf16", 64, marks=SLOW),
     pytest.param("h200", 16, "fp16", 128, marks=SLOW),
     pytest.param("a100", 16, "bf16", 96, marks=SLOW),
 ]

@@ -20,6 +20,7 @@ from flashwright.judge.inputs import make_inputs
 from flashwright.lang.parse import parse
 from flashwright.program.kernels import Kernels
 from flashwright.spec import AttentionSpec
+from tests.share import some
 
 SPECS = {
     "packed": {"packed": True, "causal": True},
@@ -176,7 +177,7 @@ WRONG: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", some(WRONG))
 def test_wrong_programs_are_refused(name: str) -> None:
     of, edits, expected = WRONG[name]
     assert findings(of, *edits)[0] == expected

@@ -97,7 +97,9 @@ def close(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found[1].float(), wanted[1].float(), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("queries", "causal"), [(1, False), (3, True)])
+@pytest.mark.parametrize(
+    ("queries", "causal"), [(1, False), pytest.param(3, True, marks=pytest.mark.slow)]
+)
 def test_pytorch_and_a_kernel_compute_it(queries: int, causal: bool, on_gpu: Any) -> None:
     width, values = NARROW
     given, keys = problem(queries, 6, width)
