@@ -59,7 +59,7 @@ def check_kernel(text: str, gpu: str) -> None:
 @pytest.mark.parametrize(
     "gpu", [g if g != "l40s" else pytest.param(g, marks=pytest.mark.slow) for g in GPUS]
 )
-@pytest.mark.parametrize("variant", some(sorted(VARIANTS), 5))
+@pytest.mark.parametrize("variant", some(sorted({*VARIANTS} - {"mla-decode"}), 5))
 def test_built_in_programs(variant: str, gpu: str) -> None:
     """Each mask and each option; each with one head dim and dtype."""
     card, wanted = gpus.find(gpu), [(m, OPTIONS[0]) for m in MASKS]
