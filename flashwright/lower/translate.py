@@ -19,6 +19,7 @@ from flashwright.lower.passes.fuse_staging import fuse_conversions
 from flashwright.lower.passes.partial_sums import keep_partial_sums
 from flashwright.lower.passes.place_barriers import Travel, place_barriers
 from flashwright.lower.passes.prefetch import run_copies_ahead
+from flashwright.lower.passes.row_terms import move_row_terms
 from flashwright.lower.passes.specialize_warps import ring_offsets, specialize_warps
 from flashwright.lower.passes.split_columns import left_in_registers, split_tiles
 from flashwright.lower.passes.verify import Verifier, strict
@@ -97,6 +98,7 @@ def _prepared(
     early = verifier(read_before_loops(kernel.body, names, stored), "reads before loops")
     kernel = replace(kernel, body=verifier(without_dead_code(early), "dead code"))
     kernel = replace(kernel, body=verifier(delay_turns(kernel.body), "delayed turns"))
+    kernel = replace(kernel, body=verifier(move_row_terms(kernel.body), "terms of rows"))
     partial = verifier(keep_partial_sums(kernel.body), "partial sums")
     split = split_tiles(program, gpu, kernel)
     roles = specialize_warps(
