@@ -380,18 +380,31 @@ def test_a_kernel_that_visits_listed_blocks(
     assert ("i < FullEnd or" in code) == full
 
 
+@pytest.mark.slow
+@needs_compilers
+def test_a_number_for_each_score_at_128_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q is multiplied from registers, and the batches that share the numbers follow each other."""
+    function = GALLERY.bias_per_head
+    code = emulate(captured(function, LARGE), function, tmp_path, monkeypatch, head_dim=128)
+    assert "Compute GEMM Q_register, K_shared.T and get S" in code
+    assert "grid batch_idx = 0:batch, block_idx" in code
+
+
 def emulate(
     found: Captured,
     function: Function,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     extra: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> str:
     """Compare a kernel under emulation with FlexAttention. Returns its program."""
     from flashwright.flex.task import Task, order_of
 
     monkeypatch.setenv("FLASHWRIGHT_CACHE", str(folder))
-    spec = make_spec("gqa", **GROUPED)
+    spec = make_spec("gqa", **{**GROUPED, **changes})
     made = store.find_or_make(order_of(Task(spec, gpus.find("h200")), found), print)
     schedule = json.loads((made / "build.json").read_text())["schedule"]
     assert (schedule["products"], schedule["copies"]) == ("wgmma", "TMA")
@@ -409,7 +422,7 @@ def agrees(
     extra: dict[str, Any] | None = None,
 ) -> None:
     """Compare what a launch computes with FlexAttention."""
-    given = {**problem(found, LARGE, 64), **(extra or {})}
+    given = {**problem(found, LARGE, spec.head_dim), **(extra or {})}
     arrays = {name: np.ascontiguousarray(numpy(tensor)) for name, tensor in given.items()}
     wanted = expected(function, given, LARGE)
     kinds = {"O": "bf16", "LSE": "fp32"}

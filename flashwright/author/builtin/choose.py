@@ -30,6 +30,7 @@ from flashwright.author.builtin.needs import (
     comfort,
     count,
     footprint,
+    holds_queries,
     shares_columns,
     takes_wgmma,
     turns_tiles,
@@ -197,7 +198,8 @@ def _with_queries_ahead(workload: Workload, chosen: Candidate, gpu: Gpu) -> Cand
     twice = replace(chosen.tiling, q_stages=2)
     need = footprint(workload, twice, gpu)
     room = need.shared_bytes <= gpu.shared_per_block and not turns_tiles(workload, twice, gpu)
-    if not takes_wgmma(workload, gpu) or not room:
+    held = holds_queries(workload, twice, gpu)  # then its buffer is free at once
+    if not takes_wgmma(workload, gpu) or not room or held:
         return chosen
     return replace(chosen, tiling=twice, footprint=need)
 

@@ -14,7 +14,12 @@ from functools import lru_cache
 
 from flashwright.author.builtin.choose import Decision
 from flashwright.author.builtin.mods import KEY_BLOCK, KEY_TILE, ROW_BLOCK, Mods
-from flashwright.author.builtin.needs import takes_wgmma, tile_width, uses_wgmma
+from flashwright.author.builtin.needs import (
+    holds_queries,
+    takes_wgmma,
+    tile_width,
+    uses_wgmma,
+)
 from flashwright.author.builtin.variants import find
 from flashwright.gpu import Gpu
 from flashwright.lang.format import format_coord, format_expr
@@ -39,6 +44,7 @@ from flashwright.lang.nodes import (
 )
 from flashwright.lang.parse import parse
 from flashwright.program.vocabulary import RESERVED_PARAMS, split
+from flashwright.rewrite.tree import substituted
 from flashwright.spec import AttentionSpec
 
 RESHAPE = "Reshape {} from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)"
@@ -134,6 +140,8 @@ class _Completion:
     def run(self) -> tuple[Tree, tuple[ParamChoice, ...]]:
         body = self._body(self.sketch.body, None)
         body = self._initialised(body)
+        if holds_queries(self.decision.workload, self.tiling, self.gpu):
+            body = self._with_held_queries(body)
         if self.prefetches:
             body = tuple(self._prefetched(body))
         choices = self._choices(body)
@@ -197,8 +205,18 @@ class _Completion:
             else:
                 grid[_GRID_VARIABLES.get(size, "q_pos")] = size
         if any(_shared_by_batches(operand.sizes) for operand in self.mods.operands):
-            grid["head_idx"] = grid.pop("head_idx")  # blocks that read the same tiles follow
+            # Blocks that read the same tiles follow each other: at once, or, where the rows say how
+            # long a block takes, with those of its head.
+            if not self._rows_bound_keys():
+                grid = {"batch_idx": grid["batch_idx"], **grid}
+            grid["head_idx"] = grid.pop("head_idx")
         return grid
+
+    def _rows_bound_keys(self) -> bool:
+        """Whether the keys that are visited depend on the block of queries."""
+        loops = [s for s in self.sketch.body if isinstance(s, For)]
+        bounds = [e for loop in loops for b in (loop.low, loop.high) for e in expressions(b)]
+        return Name("block_idx") in bounds
 
     def _where(self) -> Iterator[Statement]:
         axes = ", ".join(f"{name} = 0:{extent}" for name, extent in self.grid.items())
@@ -369,6 +387,14 @@ class _Completion:
         ]
         return (*body[:first], *lines, *body[first:])
 
+    def _with_held_queries(self, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
+        """The same with Q copied on to registers, and multiplied from there."""
+        place = next(n for n, s in enumerate(body) if isinstance(s, Copy)) + 1
+        self.shapes["Q"] = self.copied["Q"]
+        held = {Name("Q_shared"): Name("Q_register")}
+        rest = tuple(substituted(stmt, held) for stmt in body[place:])
+        return (*body[:place], line("Copy Q from shared to register"), *rest)
+
     # --- prefetch -------------------------------------------------------------------------
 
     def _prefetched(self, body: tuple[Statement, ...]) -> Iterator[Statement]:
@@ -441,7 +467,8 @@ class _Completion:
             dtype = source.dtype if source else self._multiplied(name)
             yield line(f"Allocate {name} in shared ({', '.join(shape)}) as {dtype}{stages}")
         for name, shape in self.shapes.items():
-            yield line(f"Allocate {name} in register ({', '.join(shape)}) as fp32")
+            dtype = self.spec.input_dtype if name == "Q" else "fp32"  # an operand as it comes
+            yield line(f"Allocate {name} in register ({', '.join(shape)}) as {dtype}")
 
     def _multiplied(self, name: str) -> str:
         """The type that a tile is converted to: that of Q, and fp16 beside weights, which are at
