@@ -38,7 +38,8 @@ class Choice(BaseModel):
     v_dim: int
     causal: bool
     beyond: tuple[str, ...] = ()
-    """Additions to plain attention: options, a `window`, the `sinks` before it."""
+    """Additions to plain attention: options, a `window`, the `sinks` before it; `wide_scores` have a
+    number in fp32 each."""
     up_to: int | None = Field(None, ge=1)
     """The most keys it serves; None for the main choice, which serves all other lengths."""
     bm: int = Field(alias="BM")
@@ -95,6 +96,7 @@ def beyond(workload: Workload) -> tuple[str, ...]:
         "window": workload.window is not None,
         "sinks": workload.sinks > 0,
         "score_bytes": workload.score_bytes > 0,
+        "wide_scores": workload.score_bytes > 2,
         "key_vectors": workload.key_vectors > 0,
         "listed": workload.listed is not None,
     }
