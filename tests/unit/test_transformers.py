@@ -22,7 +22,7 @@ from flashwright.lang.parse import parse
 from tests.unit.emulated import needs_compilers
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.23")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import masking_utils as masks  # noqa: E402
 
@@ -446,6 +446,7 @@ def gradients(model: Any, **given: Any) -> dict[str, Any]:
     return {name: parameter.grad for name, parameter in layer.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "checkpointed"), [("no mask", True), ("left", True), ("packed", False)]
 )
@@ -469,6 +470,7 @@ def test_training(batch: str, checkpointed: bool, launched: list[Any]) -> None:
         assert error < 0.03, name
 
 
+@pytest.mark.slow
 def test_a_learned_sink(launched: list[Any]) -> None:
     model = family("GptOss", head_dim=64).train()
     given = {"input_ids": tokens(), "labels": tokens()}
