@@ -87,18 +87,22 @@ struct ChunkPairs {
   }
 };
 
-// A tile in another type, by `Threads` threads: some rows of a column of atoms at a time.
+// A tile in another type, by `Threads` threads. A warp takes some rows of a column of atoms at a time, and the next ones
+// for it lie as many rows further as all warps take. Several loads are on their way before the first store: few warps have
+// to hide how long they take.
 template <int Threads, class To, class From>
 __device__ void convert_tile(To to, From from, int thread) {
   using T = typename To::value_type;
   using U = typename From::value_type;
   using Way = ChunkPairs<To, From>;
   static_assert(is_16_bit<T> && To::rows == From::rows && To::cols == From::cols && From::cols % 16 == 0);
-  constexpr int least = Way::down < 8 ? 8 : Way::down;  // rows: with them the swizzle repeats
-  constexpr int rows = From::rows % (2 * least) == 0 && Way::down <= 8 ? 2 * least : least, steps = rows / Way::down;
-  static_assert(From::rows % rows == 0);
+  static_assert(From::rows % Way::down == 0);
+  constexpr int rows = Threads / 32 * Way::down;  // of all warps
+  constexpr int rounds = (From::rows + rows - 1) / rows, groups = (rounds + 4) / 5;
+  constexpr int at_once = (rounds + groups - 1) / groups;
+  constexpr int flip = rows % 8 == 0 ? 0 : 64;  // with rows that are 4 apart, one bit of the swizzle differs
   Way const own(thread % 32);
-  int const first = thread / 32 * rows + own.row;
+  int const first = thread / 32 * Way::down + own.row;
   uint32_t const source = from.chunk_address(first, own.chunk);
   int const pair = 2 * (own.chunk % (To::chunks / 2));
   uint32_t target = to.chunk_address(first, pair);
@@ -108,31 +112,32 @@ __device__ void convert_tile(To to, From from, int thread) {
     uint32_t in = source + atom * From::atom_bytes;
     uint32_t out = target + atom * (From::width / To::width) * To::atom_bytes;
     CUTE_NO_UNROLL
-    for (int row = first; row < From::rows; row += Threads / 32 * rows) {
-      uint32_t x[steps][4];
+    for (int row = first; row < From::rows; row += at_once * rows) {
+      uint32_t x[at_once][4];
       CUTE_UNROLL
-      for (int i = 0; i < steps; ++i) {  // with rows that are 4 apart, one bit of the swizzle differs
-        uint32_t const at = Way::down < 8 ? in ^ i % 2 * 64 : in;
+      for (int i = 0; i < at_once; ++i) {
+        if (From::rows % (at_once * rows) != 0 && row + i * rows >= From::rows) break;
         asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(x[i][0]), "=r"(x[i][1]), "=r"(x[i][2]), "=r"(x[i][3])
-                     : "r"(at + i * Way::down * From::row_bytes)
+                     : "r"((in ^ i % 2 * flip) + i * rows * From::row_bytes)
                      : "memory");
       }
       CUTE_UNROLL
-      for (int i = 0; i < steps; ++i) {
-        uint32_t const at = (Way::down < 8 ? out ^ i % 2 * 64 : out) + i * Way::down * To::row_bytes;
+      for (int i = 0; i < at_once; ++i) {
+        if (From::rows % (at_once * rows) != 0 && row + i * rows >= From::rows) break;
         CUTE_UNROLL
         for (int half = 0; half < 2; ++half) {
           uint32_t low[2], high[2];
           convert_four<T, U>(x[i][2 * half], low);
           convert_four<T, U>(x[i][2 * half + 1], high);
-          asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(half == 0 ? at : at ^ 16), "r"(low[0]),
-                       "r"(low[1]), "r"(high[0]), "r"(high[1])
+          asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(
+                           (out ^ i % 2 * flip ^ half * 16) + i * rows * To::row_bytes),
+                       "r"(low[0]), "r"(low[1]), "r"(high[0]), "r"(high[1])
                        : "memory");
         }
       }
-      in += Threads / 32 * rows * From::row_bytes;
-      out += Threads / 32 * rows * To::row_bytes;
+      in = (in ^ at_once % 2 * flip) + at_once * rows * From::row_bytes;
+      out = (out ^ at_once % 2 * flip) + at_once * rows * To::row_bytes;
     }
   }
   __syncwarp();  // one of the warp may hand the stage back next
