@@ -87,20 +87,43 @@ struct ChunkPairs {
   }
 };
 
-// A tile in another type, by `Threads` threads. A warp takes some rows of a column of atoms at a time, and the next ones
-// for it lie as many rows further as all warps take. Several loads are on their way before the first store: few warps have
-// to hide how long they take.
+// The part of a warp in `Rounds` rounds, of which each goes through `Rows` rows. All loads are on their way before the
+// first store: few warps have to hide how long they take.
+template <int Rounds, int Rows, class To, class From>
+__device__ void convert_rounds(uint32_t in, uint32_t out) {
+  constexpr int flip = Rows % 8 == 0 ? 0 : 64;  // with rows that are 4 apart, one bit of the swizzle differs
+  uint32_t x[Rounds][4];
+  CUTE_UNROLL
+  for (int i = 0; i < Rounds; ++i) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[i][0]), "=r"(x[i][1]), "=r"(x[i][2]), "=r"(x[i][3])
+                 : "r"((in ^ i % 2 * flip) + i * Rows * From::row_bytes)
+                 : "memory");
+  }
+  CUTE_UNROLL
+  for (int i = 0; i < Rounds; ++i) {
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      uint32_t low[2], high[2];
+      convert_four<typename To::value_type, typename From::value_type>(x[i][2 * half], low);
+      convert_four<typename To::value_type, typename From::value_type>(x[i][2 * half + 1], high);
+      uint32_t const at = (out ^ i % 2 * flip ^ half * 16) + i * Rows * To::row_bytes;
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(low[0]), "r"(low[1]), "r"(high[0]),
+                   "r"(high[1])
+                   : "memory");
+    }
+  }
+}
+
+// A tile in another type, by `Threads` threads. All warps together go through it in rounds, each in a few rows of a column
+// of atoms, so that none has more than one round more than another.
 template <int Threads, class To, class From>
 __device__ void convert_tile(To to, From from, int thread) {
-  using T = typename To::value_type;
-  using U = typename From::value_type;
   using Way = ChunkPairs<To, From>;
-  static_assert(is_16_bit<T> && To::rows == From::rows && To::cols == From::cols && From::cols % 16 == 0);
-  static_assert(From::rows % Way::down == 0);
-  constexpr int rows = Threads / 32 * Way::down;  // of all warps
-  constexpr int rounds = (From::rows + rows - 1) / rows, groups = (rounds + 4) / 5;
-  constexpr int at_once = (rounds + groups - 1) / groups;
-  constexpr int flip = rows % 8 == 0 ? 0 : 64;  // with rows that are 4 apart, one bit of the swizzle differs
+  static_assert(is_16_bit<typename To::value_type> && To::rows == From::rows && To::cols == From::cols);
+  static_assert(From::cols % 16 == 0 && From::rows % Way::down == 0);
+  constexpr int rows = Threads / 32 * Way::down, rounds = From::rows / rows;  // those with work for all warps
+  constexpr int at_once = rounds % 5 == 0 ? 5 : rounds % 4 == 0 ? 4 : rounds % 3 == 0 ? 3 : rounds % 2 == 0 ? 2 : 1;
   Way const own(thread % 32);
   int const first = thread / 32 * Way::down + own.row;
   uint32_t const source = from.chunk_address(first, own.chunk);
@@ -112,33 +135,13 @@ __device__ void convert_tile(To to, From from, int thread) {
     uint32_t in = source + atom * From::atom_bytes;
     uint32_t out = target + atom * (From::width / To::width) * To::atom_bytes;
     CUTE_NO_UNROLL
-    for (int row = first; row < From::rows; row += at_once * rows) {
-      uint32_t x[at_once][4];
-      CUTE_UNROLL
-      for (int i = 0; i < at_once; ++i) {
-        if (From::rows % (at_once * rows) != 0 && row + i * rows >= From::rows) break;
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(x[i][0]), "=r"(x[i][1]), "=r"(x[i][2]), "=r"(x[i][3])
-                     : "r"((in ^ i % 2 * flip) + i * rows * From::row_bytes)
-                     : "memory");
-      }
-      CUTE_UNROLL
-      for (int i = 0; i < at_once; ++i) {
-        if (From::rows % (at_once * rows) != 0 && row + i * rows >= From::rows) break;
-        CUTE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          uint32_t low[2], high[2];
-          convert_four<T, U>(x[i][2 * half], low);
-          convert_four<T, U>(x[i][2 * half + 1], high);
-          asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(
-                           (out ^ i % 2 * flip ^ half * 16) + i * rows * To::row_bytes),
-                       "r"(low[0]), "r"(low[1]), "r"(high[0]), "r"(high[1])
-                       : "memory");
-        }
-      }
-      in = (in ^ at_once % 2 * flip) + at_once * rows * From::row_bytes;
-      out = (out ^ at_once % 2 * flip) + at_once * rows * To::row_bytes;
+    for (int done = 0; done < rounds; done += at_once) {
+      convert_rounds<at_once, rows, To, From>(in, out);
+      constexpr int flip = at_once * rows % 8 == 0 ? 0 : 64;
+      in = (in ^ flip) + at_once * rows * From::row_bytes;
+      out = (out ^ flip) + at_once * rows * To::row_bytes;
     }
+    if (From::rows % rows != 0 && first + rounds * rows < From::rows) convert_rounds<1, rows, To, From>(in, out);
   }
   __syncwarp();  // one of the warp may hand the stage back next
 }

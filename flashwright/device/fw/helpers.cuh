@@ -1,7 +1,7 @@
-// Helper warps: the three warps beside the producer, which loads by TMA, and where there is one consumer warpgroup and
-// much to convert, those of another warpgroup. They fill rings with what TMA cannot load, and with tiles that are changed
-// on their way: fp8 tiles, of which wgmma wants k along the rows of both operands, while V lies the other way and is
-// transposed. `Warps` are the consumer warps, behind which the producer comes; `Helpers` are the warps behind that.
+// Helper warps: the three warps beside the producer, which loads by TMA, and where they convert tiles for one consumer
+// warpgroup, those of another warpgroup. They fill rings with what TMA cannot load, and with tiles that are changed on
+// their way: fp8 tiles, of which wgmma wants k along the rows of both operands, while V lies the other way and is
+// transposed. `Warps` are the consumer warps, behind which the producer comes, `Helpers` the warps behind that.
 #pragma once
 
 #include <fw/convert.cuh>

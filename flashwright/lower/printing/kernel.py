@@ -446,10 +446,10 @@ def tile_loop(kernel: ir.Kernel, producer: bool = False) -> str:
 
 
 def helper_warps(program: Program, roles: ir.Roles) -> int:
-    """How many helper warps there are: another warpgroup of them where they change tiles on their
-    way, which takes longer than to load them, and one consumer warpgroup leaves registers."""
-    changes = any(isinstance(n, ir.Restage) for n in ir.flat(roles.helpers))
-    return ir.HELPERS + 4 if changes and program.warps == 4 else ir.HELPERS
+    """How many helper warps there are. Three of them convert tiles more slowly than TMA loads and
+    one warpgroup consumes them: there is another warpgroup where that leaves it registers."""
+    converts = any(isinstance(n, ir.Restage) and n.converts for n in ir.flat(roles.helpers))
+    return ir.HELPERS + 4 if converts and program.warps == 4 else ir.HELPERS
 
 
 def register_counts(program: Program, kernel: ir.Kernel, roles: ir.Roles) -> tuple[int, int]:
