@@ -136,14 +136,17 @@ def test_the_kernels_compute_it(
     close((out, torch.from_numpy(found["LSE"])), wanted_of(q, wide))
 
 
-@pytest.mark.parametrize(("width", "warps", "helpers"), [(128, 4, 7), (64, 8, 3)])
+@pytest.mark.parametrize(
+    ("batch", "warps", "helpers"),
+    [(Batch(False, True, None, 2), 4, 7), (Batch(True, True), 8, 3)],
+)
 def test_one_consumer_warpgroup_leaves_room_for_more_helpers(
-    width: int, warps: int, helpers: int
+    batch: Batch, warps: int, helpers: int
 ) -> None:
     """All of them take part in each ring, and all threads have the registers that setmaxnreg
     gives: no more than an SM has, and no more than the block was launched with."""
-    spec = make_spec("gqa", kv_dtype="fp8", heads=14, kv_heads=HEADS, head_dim=width, dtype="bf16")
-    order = PackedOrder(spec.of_sequences(Batch(False, True, None, 16)), gpus.find("h200"))
+    spec = make_spec("gqa", kv_dtype="fp8", heads=14, kv_heads=HEADS, head_dim=64, dtype="bf16")
+    order = PackedOrder(spec.of_sequences(batch), gpus.find("h200"))
     program = check(parse(order.code())).kernels[0]
     made = translate(program, gpus.find("h200"))
     assert program.warps == warps
