@@ -115,13 +115,13 @@ __device__ void convert_rounds(uint32_t in, uint32_t out) {
   }
 }
 
-// A tile in another type, by `Threads` threads. All warps together go through it in rounds, each in a few rows of a column
-// of atoms, so that none has more than one round more than another.
+// A tile in another type, by `Threads` threads.
 template <int Threads, class To, class From>
 __device__ void convert_tile(To to, From from, int thread) {
   using Way = ChunkPairs<To, From>;
   static_assert(is_16_bit<typename To::value_type> && To::rows == From::rows && To::cols == From::cols);
   static_assert(From::cols % 16 == 0 && From::rows % Way::down == 0);
+  // All warps together go through it in rounds, each in a few rows of a column of atoms: none has two rounds more.
   constexpr int rows = Threads / 32 * Way::down, rounds = From::rows / rows;  // those with work for all warps
   constexpr int at_once = rounds % 5 == 0 ? 5 : rounds % 4 == 0 ? 4 : rounds % 3 == 0 ? 3 : rounds % 2 == 0 ? 2 : 1;
   Way const own(thread % 32);
