@@ -1,7 +1,6 @@
-// Helper warps: the three warps beside the producer, which loads by TMA, and where they convert tiles for one consumer
-// warpgroup, those of another warpgroup. They fill rings with what TMA cannot load, and with tiles that are changed on
-// their way: fp8 tiles, of which wgmma wants k along the rows of both operands, while V lies the other way and is
-// transposed. `Warps` are the consumer warps, behind which the producer comes, `Helpers` the warps behind that.
+// Helper warps: the warps behind the producer, which loads by TMA: three, or more where they convert tiles. They fill
+// rings with what TMA cannot load, and with tiles that are changed on their way: fp8 tiles, of which wgmma wants k along
+// the rows of both operands, while V lies the other way and is transposed.
 #pragma once
 
 #include <fw/convert.cuh>
@@ -12,9 +11,9 @@
 
 namespace fw {
 
-constexpr int helpers = 3;  // warps, where the kernel has no number of its own
+constexpr int helpers = 3;  // warps; a kernel may have more
 
-// Whether this thread is in one of the helper warps: all warps behind the producer.
+// Whether this thread is in one of the helper warps.
 template <int Warps>
 __device__ bool is_helper() {
   return threadIdx.x >= 32 * (Warps + 1);
