@@ -525,6 +525,10 @@ class GridAxis:
     count: Term = ONE
 
 
+HELPERS = 3
+"""The helper warps of the producer's warpgroup."""
+
+
 @dataclass(frozen=True)
 class Sequences:
     """Sequences that lie behind each other: the tensor that says where they begin, and the rows of
@@ -546,6 +550,7 @@ class Kernel:
     beside: frozenset[Key] = frozenset()  # register tiles whose columns warpgroups share
     waves: int = 0  # of a group of tiles (plan.py, scheduler_waves)
     sequences: Sequences | None = None  # only tiles of these are visited
+    helpers: int = HELPERS  # warps, which fill up the producer's warpgroup and others
 
 
 def flat(body: tuple[Statement, ...]) -> Iterator[Statement]:

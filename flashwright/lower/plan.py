@@ -49,7 +49,7 @@ def make_plan(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> Lau
     return LaunchPlan(
         entry="attention",
         arch=gpu.arch,
-        threads=32 * program.warps + (128 if roles else 0),
+        threads=32 * (program.warps + (1 + kernel.helpers if roles else 0)),
         shared=shared,
         grid=(reduce(_product, counts),) if roles else launch_order(program, counts),
         stays=roles and program.schedule.persistent,

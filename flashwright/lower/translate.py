@@ -24,7 +24,7 @@ from flashwright.lower.passes.specialize_warps import ring_offsets, specialize_w
 from flashwright.lower.passes.split_columns import left_in_registers, split_tiles
 from flashwright.lower.passes.verify import Verifier, strict
 from flashwright.lower.plan import make_plan, ordered, scheduler_waves, sequences
-from flashwright.lower.printing.kernel import Printer, register_counts
+from flashwright.lower.printing.kernel import Printer, helper_warps, register_counts
 from flashwright.lower.report import NOT_AHEAD, UNVERIFIED, Report
 from flashwright.lower.source_map import SourceMap, source_map
 from flashwright.lower.targets.atoms import check_registers, shared_layout, wide_tiles
@@ -118,7 +118,8 @@ def _prepared(
     if roles:
         waves = scheduler_waves(program, gpu, kernel)
         found = sequences(program) if program.schedule.persistent else None
-        kernel = replace(kernel, waves=waves, sequences=found)
+        helpers = helper_warps(program, roles[1])
+        kernel = replace(kernel, waves=waves, sequences=found, helpers=helpers)
     stages: dict[Key, int] = {k: b.stages for k, b in program.buffers.items()}
     offsets, size = shared_layout(program, stages)
     blocks = _blocks(program, gpu, size, most)

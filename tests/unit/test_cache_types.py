@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from flashwright.check.check import check
 from flashwright.generate.packed import PackedOrder
 from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
+from flashwright.lower.translate import translate
 from flashwright.program.kernels import Kernels
 from flashwright.spec import Batch
 
@@ -86,19 +88,25 @@ def close(found: Any, wanted: Any) -> None:
 
 
 DECODE = [
-    pytest.param("h200", None, "bf16", 64, marks=SLOW),
-    pytest.param("h200", 16, "fp16", 128, marks=SLOW),
-    pytest.param("a100", 16, "bf16", 96, marks=SLOW),
+    pytest.param("h200", None, "bf16", 64, 16, marks=SLOW),
+    pytest.param("h200", 16, "fp16", 128, 16, marks=SLOW),
+    pytest.param("h200", None, "bf16", 64, 2, marks=SLOW),
+    pytest.param("h200", 16, "bf16", 128, 2, marks=SLOW),
+    pytest.param("a100", 16, "bf16", 96, 16, marks=SLOW),
 ]
+"""With the most queries that a sequence has: few leave one consumer warpgroup, and two of which
+the warps convert."""
 
 
 @needs_compilers
-@pytest.mark.parametrize(("gpu", "page", "dtype", "width"), DECODE)
-def test_the_kernels_compute_it(gpu: str, page: int | None, dtype: str, width: int) -> None:
+@pytest.mark.parametrize(("gpu", "page", "dtype", "width", "most"), DECODE)
+def test_the_kernels_compute_it(
+    gpu: str, page: int | None, dtype: str, width: int, most: int
+) -> None:
     """Compiled, and under emulation: scales for each sequence and head, seven heads in a group."""
     made = {"heads": 14, "kv_heads": HEADS, "head_dim": width, "dtype": dtype, "causal": True}
     spec = make_spec("gqa", kv_dtype="fp8", **made)
-    order = PackedOrder(spec.of_sequences(Batch(False, True, page, 16)), gpus.find(gpu))
+    order = PackedOrder(spec.of_sequences(Batch(False, True, page, most)), gpus.find(gpu))
     programs = check(parse(order.code())).kernels
     kind = torch.bfloat16 if dtype == "bf16" else torch.float16
     q, caches, scales, wide = problem(14, width=width, kind=kind)
@@ -126,6 +134,31 @@ def test_the_kernels_compute_it(gpu: str, page: int | None, dtype: str, width: i
     found = emulated(steps, Steps.of(Kernels(programs)), arrays, dims, "eager")
     out = torch.from_numpy(found["O"].astype(np.float32)).transpose(1, 2)
     close((out, torch.from_numpy(found["LSE"])), wanted_of(q, wide))
+
+
+@pytest.mark.parametrize(
+    ("batch", "warps", "helpers"),
+    [(Batch(False, True, None, 2), 4, 7), (Batch(True, True), 8, 3)],
+)
+def test_one_consumer_warpgroup_leaves_room_for_more_helpers(
+    batch: Batch, warps: int, helpers: int
+) -> None:
+    """All of them take part in each ring, and all threads have the registers that setmaxnreg
+    gives: no more than an SM has, and no more than the block was launched with."""
+    spec = make_spec("gqa", kv_dtype="fp8", heads=14, kv_heads=HEADS, head_dim=64, dtype="bf16")
+    order = PackedOrder(spec.of_sequences(batch), gpus.find("h200"))
+    program = check(parse(order.code())).kernels[0]
+    made = translate(program, gpus.find("h200"))
+    assert program.warps == warps
+    assert made.plan.threads == 32 * (warps + 1 + helpers)
+    number = "Helpers" if helpers == 7 else "fw::helpers"
+    assert f"K16_ring.init(Warps, {number});" in made.source
+    assert f"K_ring.init({number});" in made.source
+    counts = {kind: int(n) for kind, n in re.findall(r"(de)?alloc_registers<(\d+)>", made.source)}
+    launched = 65536 // made.plan.threads // 8 * 8
+    given = 32 * (warps * counts[""] + (1 + helpers) * counts["de"])
+    assert given <= launched * made.plan.threads
+    assert counts["de"] <= launched <= counts[""]
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ INTERNAL = frozenset(
         *("load_pair", "load_line", "in_pairs", "has_pairs"),
         *("writes_rows", "writes_cols", "place_of", "place_along"),
         *("PageBoxes", "page_boxes", "coordinates", "fetch_box", "all_ones"),
-        *("keep_steps_in_loop", "convert_stage"),
+        *("keep_steps_in_loop", "convert_stage", "convert_rounds", "helper_again"),
     }
 )
 # The words of mma.sync, where a kernel multiplies with wgmma.

@@ -87,18 +87,45 @@ struct ChunkPairs {
   }
 };
 
-// A tile in another type, by `Threads` threads: some rows of a column of atoms at a time.
+// The part of a warp in `Rounds` rounds, of which each goes through `Rows` rows. All loads are on their way before the
+// first store: few warps have to hide how long they take.
+template <int Rounds, int Rows, class To, class From>
+__device__ void convert_rounds(uint32_t in, uint32_t out) {
+  constexpr int flip = Rows % 8 == 0 ? 0 : 64;  // with rows that are 4 apart, one bit of the swizzle differs
+  uint32_t x[Rounds][4];
+  CUTE_UNROLL
+  for (int i = 0; i < Rounds; ++i) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[i][0]), "=r"(x[i][1]), "=r"(x[i][2]), "=r"(x[i][3])
+                 : "r"((in ^ i % 2 * flip) + i * Rows * From::row_bytes)
+                 : "memory");
+  }
+  CUTE_UNROLL
+  for (int i = 0; i < Rounds; ++i) {
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      uint32_t low[2], high[2];
+      convert_four<typename To::value_type, typename From::value_type>(x[i][2 * half], low);
+      convert_four<typename To::value_type, typename From::value_type>(x[i][2 * half + 1], high);
+      uint32_t const at = (out ^ i % 2 * flip ^ half * 16) + i * Rows * To::row_bytes;
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(low[0]), "r"(low[1]), "r"(high[0]),
+                   "r"(high[1])
+                   : "memory");
+    }
+  }
+}
+
+// A tile in another type, by `Threads` threads.
 template <int Threads, class To, class From>
 __device__ void convert_tile(To to, From from, int thread) {
-  using T = typename To::value_type;
-  using U = typename From::value_type;
   using Way = ChunkPairs<To, From>;
-  static_assert(is_16_bit<T> && To::rows == From::rows && To::cols == From::cols && From::cols % 16 == 0);
-  constexpr int least = Way::down < 8 ? 8 : Way::down;  // rows: with them the swizzle repeats
-  constexpr int rows = From::rows % (2 * least) == 0 && Way::down <= 8 ? 2 * least : least, steps = rows / Way::down;
-  static_assert(From::rows % rows == 0);
+  static_assert(is_16_bit<typename To::value_type> && To::rows == From::rows && To::cols == From::cols);
+  static_assert(From::cols % 16 == 0 && From::rows % Way::down == 0);
+  // All warps together go through it in rounds, each in a few rows of a column of atoms: none has two rounds more.
+  constexpr int rows = Threads / 32 * Way::down, rounds = From::rows / rows;  // those with work for all warps
+  constexpr int at_once = rounds % 5 == 0 ? 5 : rounds % 4 == 0 ? 4 : rounds % 3 == 0 ? 3 : rounds % 2 == 0 ? 2 : 1;
   Way const own(thread % 32);
-  int const first = thread / 32 * rows + own.row;
+  int const first = thread / 32 * Way::down + own.row;
   uint32_t const source = from.chunk_address(first, own.chunk);
   int const pair = 2 * (own.chunk % (To::chunks / 2));
   uint32_t target = to.chunk_address(first, pair);
@@ -108,32 +135,13 @@ __device__ void convert_tile(To to, From from, int thread) {
     uint32_t in = source + atom * From::atom_bytes;
     uint32_t out = target + atom * (From::width / To::width) * To::atom_bytes;
     CUTE_NO_UNROLL
-    for (int row = first; row < From::rows; row += Threads / 32 * rows) {
-      uint32_t x[steps][4];
-      CUTE_UNROLL
-      for (int i = 0; i < steps; ++i) {  // with rows that are 4 apart, one bit of the swizzle differs
-        uint32_t const at = Way::down < 8 ? in ^ i % 2 * 64 : in;
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(x[i][0]), "=r"(x[i][1]), "=r"(x[i][2]), "=r"(x[i][3])
-                     : "r"(at + i * Way::down * From::row_bytes)
-                     : "memory");
-      }
-      CUTE_UNROLL
-      for (int i = 0; i < steps; ++i) {
-        uint32_t const at = (Way::down < 8 ? out ^ i % 2 * 64 : out) + i * Way::down * To::row_bytes;
-        CUTE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          uint32_t low[2], high[2];
-          convert_four<T, U>(x[i][2 * half], low);
-          convert_four<T, U>(x[i][2 * half + 1], high);
-          asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(half == 0 ? at : at ^ 16), "r"(low[0]),
-                       "r"(low[1]), "r"(high[0]), "r"(high[1])
-                       : "memory");
-        }
-      }
-      in += Threads / 32 * rows * From::row_bytes;
-      out += Threads / 32 * rows * To::row_bytes;
+    for (int done = 0; done < rounds; done += at_once) {
+      convert_rounds<at_once, rows, To, From>(in, out);
+      constexpr int flip = at_once * rows % 8 == 0 ? 0 : 64;
+      in = (in ^ flip) + at_once * rows * From::row_bytes;
+      out = (out ^ flip) + at_once * rows * To::row_bytes;
     }
+    if (From::rows % rows != 0 && first + rounds * rows < From::rows) convert_rounds<1, rows, To, From>(in, out);
   }
   __syncwarp();  // one of the warp may hand the stage back next
 }

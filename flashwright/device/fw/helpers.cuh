@@ -1,6 +1,6 @@
-// Helper warps: the three warps beside the producer, which loads by TMA. They fill rings with what TMA cannot load, and
-// with tiles that are changed on their way: fp8 tiles, of which wgmma wants k along the rows of both operands, while V
-// lies the other way and is transposed.
+// Helper warps: the warps behind the producer, which loads by TMA: three, or more where they convert tiles. They fill
+// rings with what TMA cannot load, and with tiles that are changed on their way: fp8 tiles, of which wgmma wants k along
+// the rows of both operands, while V lies the other way and is transposed.
 #pragma once
 
 #include <fw/convert.cuh>
@@ -11,12 +11,12 @@
 
 namespace fw {
 
-constexpr int helpers = 3;  // warps
+constexpr int helpers = 3;  // warps; a kernel may have more
 
-// Whether this thread is in one of the helper warps: all warps of the last warpgroup but the first.
+// Whether this thread is in one of the helper warps.
 template <int Warps>
 __device__ bool is_helper() {
-  return threadIdx.x >= 32 * (Warps + 4 - helpers);
+  return threadIdx.x >= 32 * (Warps + 1);
 }
 
 // The number of this thread, asked for anew: threads of the producer warpgroup have few registers, and what is computed
@@ -27,12 +27,18 @@ __device__ inline uint32_t thread_again() {
   return thread;
 }
 
+// The number of a helper warp.
+template <int Warps>
+__device__ uint32_t helper_again() {
+  return thread_again() / 32 - (Warps + 1);
+}
+
 // The next stage of a ring is filled by the threads of all helpers: `fill(stage of the tile, number of the thread)`. What
 // they store, wgmma reads through another proxy: each thread fences its own.
 template <int Warps, class Tile, int Stages, class Fill>
 __device__ void fill_stage(Tile tile, Ring<Stages>& ring, Fill fill) {
   mbarrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
-  fill(tile.stage(ring.stage), static_cast<int>(threadIdx.x) - 32 * (Warps + 4 - helpers));
+  fill(tile.stage(ring.stage), static_cast<int>(threadIdx.x) - 32 * (Warps + 1));
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
   if (threadIdx.x % 32 == 0) mbarrier_arrive(ring.full + 8 * ring.stage);
@@ -41,11 +47,11 @@ __device__ void fill_stage(Tile tile, Ring<Stages>& ring, Fill fill) {
 
 // The same for a vector; what lies outside becomes 0. It is fetched before its stage is free, so that only the stores
 // wait for that.
-template <int Warps, class To, int Size, int Stages, class Source, class Valid>
+template <int Warps, int Helpers = helpers, class To, int Size, int Stages, class Source, class Valid>
 __device__ void fill_vector_stage(SharedVector<To, Size> vector, Ring<Stages>& ring, Source from, Valid valid) {
   using T = typename Source::value_type;
-  constexpr int Threads = 32 * helpers, Each = (Size + Threads - 1) / Threads;
-  int const first = threadIdx.x - 32 * (Warps + 4 - helpers);
+  constexpr int Threads = 32 * Helpers, Each = (Size + Threads - 1) / Threads;
+  int const first = threadIdx.x - 32 * (Warps + 1);
   To held[Each];
   CUTE_UNROLL
   for (int n = 0; n < Each; ++n) {
@@ -117,18 +123,18 @@ __device__ AlongRows<L> along_rows(L line) {
 
 // 8 columns of a tile, n = 0 to 7, in blocks of 8 rows: a block is two steps of a warp where the rows of an atom are 128 bytes long (the
 // swizzle then differs in one bit), and one or half of one where they are shorter.
-template <class To, class From, class F, class... Held>
+template <int Warps, int Helpers, class To, class From, class F, class... Held>
 __device__ void restage_columns(To to, From from, int atom, F f, Held const&... held) {
   using T = typename From::value_type;
   using U = typename To::value_type;
   static_assert(is_16_bit<T> && is_16_bit<U> && To::rows == From::rows && To::cols == From::cols);
   constexpr int down = 32 / From::chunks, rows = down < 8 ? 8 : down, at_once = rows / down;
-  uint32_t const lane = thread_again() % 32, warp = thread_again() % 128 / 32 - (4 - helpers);
+  uint32_t const lane = thread_again() % 32, warp = helper_again<Warps>();
   uint32_t const shift = cute::cast_smem_ptr_to_uint(to.data) - cute::cast_smem_ptr_to_uint(from.data);
   int row = warp * rows + lane / From::chunks;
   uint32_t at = from.chunk_address(row, lane % From::chunks) + atom * From::atom_bytes;
   CUTE_NO_UNROLL
-  for (; row < From::rows; row += helpers * rows, at += helpers * rows * From::row_bytes) {
+  for (; row < From::rows; row += Helpers * rows, at += Helpers * rows * From::row_bytes) {
     uint32_t x[at_once][4];
     CUTE_UNROLL
     for (int i = 0; i < at_once; ++i) {
@@ -155,21 +161,21 @@ __device__ void restage_columns(To to, From from, int atom, F f, Held const&... 
 
 // Elementwise work from one shared tile to the next stage of another: to(m, n) = f(m, n, from(m, n), vectors...). (Of
 // the 8 columns that a thread has, n is one.)
-template <int Warps, class To, int Stages, class From, class F, class... Vectors>
+template <int Warps, int Helpers = helpers, class To, int Stages, class From, class F, class... Vectors>
 __device__ void restage_stage(To to, Ring<Stages>& ring, From from, F f, Vectors const&... vectors) {
   fill_stage<Warps>(to, ring, [&](To stage, int) {
     CUTE_NO_UNROLL
     for (int atom = 0; atom < From::cols / From::width; ++atom) {
       int const first = atom * From::width + thread_again() % From::chunks * From::chunk;
-      restage_columns(stage, from, atom, f, vectors.columns(first)...);
+      restage_columns<Warps, Helpers>(stage, from, atom, f, vectors.columns(first)...);
     }
   });
 }
 
 // A tile in another type, in the next stage of another.
-template <int Warps, class To, int Stages, class From>
+template <int Warps, int Helpers = helpers, class To, int Stages, class From>
 __device__ void convert_stage(To to, Ring<Stages>& ring, From from) {
-  fill_stage<Warps>(to, ring, [&](To stage, int thread) { convert_tile<32 * helpers>(stage, from, thread); });
+  fill_stage<Warps>(to, ring, [&](To stage, int thread) { convert_tile<32 * Helpers>(stage, from, thread); });
 }
 
 // 32 rows and 16 columns of an fp8 tile, transposed. ldmatrix transposes units of 16 bits, so that a thread gets two columns at
@@ -185,15 +191,15 @@ __device__ inline void transpose_fp8(uint32_t (&r)[4]) {
 
 // All of a tile, by the helper warps. Each of them has its own columns, and fetches some blocks before it puts them
 // down: the compiler does not know that the two places do not overlap.
-template <int AtOnce, class From, class To>
+template <int Warps, int Helpers, int AtOnce, class From, class To>
 __device__ void transpose_tile(From from, To to) {
   static_assert(From::rows == To::cols && From::cols == To::rows && From::rows % 32 == 0 && From::cols % 16 == 0);
   constexpr int steps = From::rows / 32;
-  uint32_t const thread = thread_again(), lane = thread % 32;
+  uint32_t const lane = thread_again() % 32;
   uint32_t const source = from.chunk_address(lane, 0);
   uint32_t const target = to.chunk_address(lane / 16 * 8 + lane % 8, lane / 8 % 2);
   CUTE_NO_UNROLL
-  for (uint32_t block = thread % 128 / 32 - (4 - helpers); block < From::cols / 16; block += helpers) {
+  for (uint32_t block = helper_again<Warps>(); block < From::cols / 16; block += Helpers) {
     uint32_t const out = target + block * 16 * To::row_bytes;
     uint32_t const in = chunk_of<From>(source, block);
     CUTE_UNROLL
@@ -214,7 +220,7 @@ __device__ void transpose_tile(From from, To to) {
 
 // A tile that has landed goes, transposed, into the next stage of the ring that consumers read. What the warps stored there, wgmma reads
 // through another proxy: each thread fences its own.
-template <int Warps, class From, int Landed, class To, int Stages>
+template <int Warps, int Helpers = helpers, class From, int Landed, class To, int Stages>
 __device__ void transpose(From from, Ring<Landed>& landed, To to, Ring<Stages>& ring) {
   if constexpr (Landed == Stages) {  // they go together: two registers less
     ring.stage = landed.stage;
@@ -222,7 +228,7 @@ __device__ void transpose(From from, Ring<Landed>& landed, To to, Ring<Stages>& 
   }
   landed.wait();
   mbarrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
-  transpose_tile<(Warps > 8 ? 1 : 4)>(from.stage(landed.stage), to.stage(ring.stage));
+  transpose_tile<Warps, Helpers, (Warps > 8 ? 1 : 4)>(from.stage(landed.stage), to.stage(ring.stage));
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
   if (threadIdx.x % 32 == 0) {

@@ -38,6 +38,7 @@ REGISTERS_WIDE = {1: (0, 0), 2: (32, 232), 3: (32, 160)}  # where a tile is more
 REGISTERS_PAGED = {1: (0, 0), 2: (72, 216), 3: (32, 160)}  # where its rows lie in pages,
 REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where are helpers or a queue,
 REGISTERS_STAGING = {1: (0, 0), 2: (56, 224), 3: (56, 152)}  # and helper warps with more to do
+REGISTERS_TWO_HELPING = (128, 240)  # where one warpgroup consumes, and helpers fill two
 LOOSEST = (("?", ":"), ("||",), ("&&",), ("|",), ("&",), ("+", "-"))
 BREAKS = re.compile(  # an angle bracket stands right behind a name, a comparison between spaces
     r"(?P<open>[({\[]|(?<=\w)<)|(?P<close>[)}\]]|(?<=\S)>)|(?P<comma>,)|(?P<end>;(?= ))"
@@ -140,11 +141,18 @@ class Printer:
             yield "constexpr int RowWarps = 4;  // along the rows: warpgroups have the same ones,"
             yield "constexpr int Beside = Warps / RowWarps;  // and each a share of the columns"
         if self.rings:
-            yield "constexpr int Threads = 32 * Warps + 128;  // and the producer warpgroup"
+            yield from self._producers()
         else:
             yield "constexpr int Threads = 32 * Warps;"
         for dtype in () if self.rings else self.context.gemm_dtypes:
             yield f"using {self.context.mma(dtype)} = {self._atom(dtype)};"
+
+    def _producers(self) -> Lines:
+        if self.kernel.helpers == ir.HELPERS:
+            yield "constexpr int Threads = 32 * Warps + 128;  // and the producer warpgroup"
+            return
+        yield f"constexpr int Helpers = {self.kernel.helpers};  // warps beside the producer"
+        yield "constexpr int Threads = 32 * (Warps + 1 + Helpers);"
 
     def _atom(self, dtype: str) -> str:
         held = next(b for b in self.program.buffers.values() if b.dtype == dtype)
@@ -244,7 +252,7 @@ class Printer:
         page.write(["if (threadIdx.x == 0) {"], None, 1)
         page.write([f"{ring_name(key)}.init({self._users(key)});" for key in self.rings], None, 2)
         if self.kernel.sequences is not None:
-            helpers = " + fw::helpers" if node.helpers else ""
+            helpers = f" + {self.context.helpers}" if node.helpers else ""
             page.write([f"tile_queue.init(Warps{helpers});"], None, 2)
         page.write(["}", "fw::rings_ready();", "", "if (threadIdx.x >= 32 * Warps) {"], None, 1)
         if producer:
@@ -282,13 +290,14 @@ class Printer:
     def _users(self, key: Key) -> str:
         """The arguments of a ring's init: its consumer warps, and its producer warps where TMA does
         not fill it."""
+        helpers = self.context.helpers
         if key in self.context.tma_optional:
-            return f"Warps, {by_tma(key)} ? 1 : fw::helpers"
+            return f"Warps, {by_tma(key)} ? 1 : {helpers}"
         if key in self.context.transposed_tiles | self.context.helped:
-            return "Warps, fw::helpers"
+            return f"Warps, {helpers}"
         if key in self.context.restaged:
-            return "Warps + fw::helpers" if key in self._consumed() else "fw::helpers"
-        return "fw::helpers" if key in map(landing, self.context.transposed_tiles) else "Warps"
+            return f"Warps + {helpers}" if key in self._consumed() else helpers
+        return helpers if key in map(landing, self.context.transposed_tiles) else "Warps"
 
     def _consumed(self) -> set[Key]:
         """The rings that consumers empty."""
@@ -436,9 +445,18 @@ def tile_loop(kernel: ir.Kernel, producer: bool = False) -> str:
     return f"for (fw::{kind} tile({', '.join(counts)}); tile.more(); tile.next())"
 
 
+def helper_warps(program: Program, roles: ir.Roles) -> int:
+    """How many helper warps there are. Three of them convert tiles more slowly than TMA loads and
+    one warpgroup consumes them: there is another warpgroup where that leaves it registers."""
+    converts = any(isinstance(n, ir.Restage) and n.converts for n in ir.flat(roles.helpers))
+    return ir.HELPERS + 4 if converts and program.warps == 4 else ir.HELPERS
+
+
 def register_counts(program: Program, kernel: ir.Kernel, roles: ir.Roles) -> tuple[int, int]:
     """What setmaxnreg leaves a producer thread and gives a consumer one; 0 where it is not used."""
     groups = program.warps // 4
+    if kernel.helpers != ir.HELPERS:
+        return REGISTERS_TWO_HELPING
     if any(isinstance(n, ir.Load) and n.window.page_rows for n in ir.flat(roles.producer)):
         return REGISTERS_PAGED[groups]
     if any(_by_element(n) for n in ir.flat(roles.helpers)):

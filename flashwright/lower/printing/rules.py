@@ -76,6 +76,16 @@ class Context:
         nodes = ir.flat(self.kernel.body)
         return frozenset(k for n in nodes if isinstance(n, ir.Compute) for k in n.in_place)
 
+    @property
+    def helpers(self) -> str:
+        """How many helper warps there are."""
+        return "fw::helpers" if self.kernel.helpers == ir.HELPERS else "Helpers"
+
+    @property
+    def helped_by(self) -> str:
+        """The template arguments of what all helper warps do together."""
+        return "Warps" if self.kernel.helpers == ir.HELPERS else "Warps, Helpers"
+
     def mma(self, dtype: str) -> str:
         """The name of an element type's MMA atom."""
         return "Mma" if len(self.gemm_dtypes) == 1 else f"Mma_{dtype}"
@@ -264,11 +274,11 @@ def _pieces(at: Context, node: ir.Load) -> Lines:
 
 def _helped(at: Context, node: ir.Load) -> Lines:
     """A tile that helper warps copy."""
-    tile, ring, threads = tile_name(node.dest), ring_name(node.dest), "32 * fw::helpers"
+    tile, ring, threads = tile_name(node.dest), ring_name(node.dest), f"32 * {at.helpers}"
     when = f"if (!{by_tma(node.dest)}) " if node.tma_optional else ""
     if node.window.line:
         source, inside = at.window(node.window, "line"), at.rows(node.window, node.dest)
-        yield f"{when}fw::fill_vector_stage<Warps>({tile}, {ring}, {source}, {inside});"
+        yield f"{when}fw::fill_vector_stage<{at.helped_by}>({tile}, {ring}, {source}, {inside});"
         return
     yield f"{when}fw::fill_stage<Warps>({tile}, {ring}, [&](auto to, int thread) {{"
     if not node.window.chunked:
@@ -290,7 +300,7 @@ def _helped(at: Context, node: ir.Load) -> Lines:
 def _transpose(at: Context, node: ir.Transpose) -> Lines:
     source, dest = landing(node.key), node.key
     names = (tile_name(source), ring_name(source), tile_name(dest), ring_name(dest))
-    yield f"fw::transpose<Warps>({', '.join(names)});"
+    yield f"fw::transpose<{at.helped_by}>({', '.join(names)});"
 
 
 def _put(at: Context, node: ir.Put) -> Lines:
@@ -404,7 +414,7 @@ def _restage(at: Context, node: ir.Restage) -> Lines:
     dest, source = tile_name(node.dest), at.shared(node.source, node.stage)
     if node.converts:
         if node.helped:
-            yield f"fw::convert_stage<Warps>({dest}, {ring_name(node.dest)}, {source});"
+            yield f"fw::convert_stage<{at.helped_by}>({dest}, {ring_name(node.dest)}, {source});"
         else:
             yield f"fw::convert_tile<32 * Warps>({dest}, {source}, threadIdx.x);"
         return
@@ -416,7 +426,7 @@ def _restage(at: Context, node: ir.Restage) -> Lines:
         given = "".join(f", auto const& {name}" for name in vectors)
         sides = {name: "rows" if x.axes == ROW else "cols" for name, x in vectors.items()}
         passed = "".join(f", fw::along_{side}({name})" for name, side in sides.items())
-        yield f"fw::restage_stage<Warps>({dest}, {ring_name(node.dest)}, {source},"
+        yield f"fw::restage_stage<{at.helped_by}>({dest}, {ring_name(node.dest)}, {source},"
         yield f"    [&](int m, int n, float x{given}) {{ return {one}; }}{passed});"
         return
     along = at.line((node.buffer.name, node.buffer.space))

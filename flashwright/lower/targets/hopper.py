@@ -117,7 +117,7 @@ def missing_for_tma(node: ir.Load, buffer: Buffer, transposed: bool = False) -> 
 
 def report_copies(node: ir.Load, missing: _Check, report: Report) -> None:
     """Report that TMA does not load a tile, or not always."""
-    others = "three helper warps copy the tile"
+    others = "helper warps copy the tile"
     if missing.shown_by_the_call:
         text = f"TMA only if the call allows it: {missing.text}; otherwise {others}"
     else:
