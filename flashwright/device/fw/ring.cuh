@@ -151,10 +151,11 @@ __device__ void alloc_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
 }
 
-// Whether this thread is the producer, which asks for the tiles: one of the last warpgroup, which does nothing else.
+// Whether this thread is the producer, which asks for the tiles: one of the last warpgroup, which does nothing else. It is
+// elected, so that ptxas knows that it is alone: else each request to TMA gets a loop over the threads of the warp.
 template <int Warps>
 __device__ bool is_producer() {
-  return threadIdx.x == 32 * Warps;
+  return threadIdx.x / 32 == Warps && cute::elect_one_sync();
 }
 
 template <class... Coords>
