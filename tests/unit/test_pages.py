@@ -26,9 +26,10 @@ TILES = "let tiles = ceil(length / BN)"
 LOOP = "for i = floor(tiles * split_idx / splits):floor(tiles * (split_idx + 1) / splits)"
 
 
-def first_kernel(page: int, dtype: str = "bf16") -> str:
-    """The kernel that stores the parts, by itself."""
+def first_kernel(page: int, dtype: str = "bf16", keys: int = 64) -> str:
+    """The kernel that stores the parts, by itself, with tiles of so many keys."""
     text = DECODE.split("// the parts of a row")[0].replace("bf16", dtype)
+    text = text.replace("param BN = 64", f"param BN = {keys}")
     text = text.replace("param Rows = 16\n", "").replace("PageSize = 16", f"PageSize = {page}")
     lines = text.splitlines(keepends=True)
     return "".join(x for x in lines if not x.startswith(("Allocate O in global", "Allocate LSE")))
@@ -174,21 +175,22 @@ def expected(given: dict[str, Any], page: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "sizes"),
+    ("gpu", "keys", "sizes"),
     [
-        ("h200", (16, 128)),
-        pytest.param("h200", (1, 48, 32, 64), marks=pytest.mark.slow),
-        pytest.param("a100", (1, 16, 48, 64, 256), marks=pytest.mark.slow),
-        pytest.param("t4", (16, 64), marks=pytest.mark.slow),
+        ("h200", 96, (16, 128)),
+        pytest.param("h200", 64, (1, 8, 16, 48, 32, 64, 128), marks=pytest.mark.slow),
+        pytest.param("a100", 64, (1, 16, 48, 64, 256), marks=pytest.mark.slow),
+        pytest.param("t4", 64, (16, 64), marks=pytest.mark.slow),
     ],
 )
-def test_pages_of_any_size(gpu: str, sizes: tuple[int, ...]) -> None:
+def test_pages_of_any_size(gpu: str, keys: int, sizes: tuple[int, ...]) -> None:
     """Sequences of very different lengths, more splits than tiles; what lies past the end of a
-    sequence is NaN, in its last page and in its table."""
+    sequence is NaN, in its last page and in its table. Tiles of 64 keys are 1 to 8 boxes of TMA,
+    those of 96 are 3 and 6, which is no whole number of fours."""
     dtype = "fp16" if gpu == "t4" else "bf16"
     kind = np.float16 if gpu == "t4" else ml_dtypes.bfloat16
     spec = load(EXAMPLES / "decode.toml")
-    made = kernels([(first_kernel(page, dtype), spec) for page in sizes], gpu)
+    made = kernels([(first_kernel(page, dtype, keys), spec) for page in sizes], gpu)
     for page, kernel in zip(sizes, made, strict=True):
         given = cache(page, [0, 1, 200, 65, 64], kind)
         given["Q"] = np.random.default_rng(7).standard_normal((5, 2, 3, 64)).astype(kind)

@@ -23,7 +23,7 @@ INTERNAL = frozenset(
         *("WideAccumulator", "LeftColumns", "chunk_bytes", "unpack", "each_pair"),
         *("load_pair", "load_line", "in_pairs", "has_pairs"),
         *("writes_rows", "writes_cols", "place_of", "place_along"),
-        *("PageBoxes", "page_boxes", "coordinates", "fetch_box", "all_ones"),
+        *("PageBoxes", "page_boxes", "fetch_page", "coordinates", "fetch_box", "all_ones"),
         *("keep_steps_in_loop", "convert_stage", "convert_rounds", "helper_again"),
     }
 )

@@ -151,10 +151,11 @@ __device__ void alloc_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
 }
 
-// Whether this thread is the producer, which asks for the tiles: one of the last warpgroup, which does nothing else.
+// Whether this thread is the producer, which asks for the tiles: one of the last warpgroup, which does nothing else. It is
+// elected, so that ptxas knows that it is alone: else each request to TMA gets a loop over the threads of the warp.
 template <int Warps>
 __device__ bool is_producer() {
-  return threadIdx.x == 32 * Warps;
+  return threadIdx.x / 32 == Warps && cute::elect_one_sync();
 }
 
 template <class... Coords>
@@ -167,23 +168,30 @@ __device__ cute::array<int, sizeof...(Coords)> coordinates(Coords... coords) {
 // of the n-th page, and the coordinates on other axes. From one page to the next there are `step` rows.
 template <int Size, int Rows, class Page>
 struct PageBoxes {
+  static constexpr int several = 4;  // boxes whose pages are asked for together, so that none waits for another
   using Place = decltype(std::declval<Page>()(0));
+  using Places = cute::array<Place, several>;
   int first, rows, step;
   Page page;
-  Place held;  // of the first box: known before a stage is free, so that nothing waits for the table then
+  Places held;  // of the first boxes: known before a stage is free, so that nothing waits for the table then
 
-  // Boxes behind the last row have the page of that row: nothing is read there.
-  __device__ Place place(int n) const {
+  // Of several boxes from the n-th on. Those behind the last row have the page of that row: nothing is read there.
+  __device__ Places places(int n) const {
     uint32_t const from = first, last = static_cast<uint32_t>(::max(first + rows - 1, 0)) / Size;
-    uint32_t const found = Rows == Size ? from / Size + n : (from + n * Rows) / Size;
-    return page(static_cast<int>(::min(found, last)));
+    Places found;
+    CUTE_UNROLL
+    for (int k = 0; k < several; ++k) {
+      uint32_t const idx = Rows == Size ? from / Size + n + k : (from + (n + k) * Rows) / Size;
+      found[k] = page(static_cast<int>(::min(idx, last)));
+    }
+    return found;
   }
 };
 
 template <int Size, int Rows, class Page>
 __device__ PageBoxes<Size, Rows, Page> page_boxes(int first, int rows, int step, Page page) {
   PageBoxes<Size, Rows, Page> boxes{first, rows, step, page, {}};
-  boxes.held = boxes.place(0);
+  boxes.held = boxes.places(0);
   return boxes;
 }
 
@@ -231,28 +239,41 @@ __device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& ma
   fetch_box<Column, Width>(tile, ring, map, 0, coords...);
 }
 
-// The same in boxes of pages, from column `x` of the tensor on: of n rows that are left, a box begins n before the end of a
-// range, and what is behind them becomes 0. Each page is asked for while the box before it starts; behind the last one it is
-// that of the next tile. (The loop stays rolled: the producer has few registers.)
+// The same of the box of pages that begins at a row of the tile, from column `x` of the tensor on: with n rows left, it
+// begins n before the end of a range, and what is behind them becomes 0.
+template <int Column, int Width, class Tile, int Stages, int Size, int Rows, class Page>
+__device__ void fetch_page(Tile tile, Ring<Stages> const& ring, Map const& map, PageBoxes<Size, Rows, Page> const& boxes,
+                           decltype(std::declval<Page>()(0)) place, int row, int x) {
+  constexpr int axes = sizeof(place) / sizeof(int);
+  static_assert(axes <= 2);
+  int const left = ::max(::min(boxes.rows - row, Rows), 0);
+  int const begin = Rows == Size ? 0 : static_cast<int>(static_cast<uint32_t>(boxes.first + row) % Size);
+  int const end = place[0] * boxes.step + begin + left;
+  if constexpr (axes == 1) {
+    fetch_box<Column, Width>(tile, ring, map, row, range_end, end, range_end - left, x);
+  } else {
+    fetch_box<Column, Width>(tile, ring, map, row, range_end, end, place[1], range_end - left, x);
+  }
+}
+
+// The same of all boxes of a tile. While several start, the pages of the next ones are asked for; behind the last box these
+// are the next tile's. (The loop over them stays rolled: the producer has few registers.)
 template <int Column, int Width, class Tile, int Stages, int Size, int Rows, class Page>
 __device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& map,
                               PageBoxes<Size, Rows, Page> const& boxes, int x) {
-  constexpr int axes = sizeof(boxes.held) / sizeof(int);
-  static_assert(Tile::rows % Rows == 0 && Rows % 8 == 0 && Size % Rows == 0 && axes <= 2);
+  static_assert(Tile::rows % Rows == 0 && Rows % 8 == 0 && Size % Rows == 0);
+  constexpr int all = Tile::rows / Rows, several = cute::min(all, PageBoxes<Size, Rows, Page>::several);
   auto next = boxes.held;
-  uint32_t count = Tile::rows / Rows;
-  for (uint32_t n = 0; n < count; ++n) {
+  uint32_t count = all;
+  for (uint32_t n = 0; n < count; n += several) {
     // CUTE_NO_UNROLL is forgotten where the loop over columns is unrolled to nothing.
     asm volatile(".pragma \"nounroll\";" : "+r"(count));
-    auto const place = next;
-    next = boxes.place(n + 1);
-    int const row = n * Rows, left = ::max(::min(boxes.rows - row, Rows), 0);
-    int const begin = Rows == Size ? 0 : static_cast<int>(static_cast<uint32_t>(boxes.first + row) % Size);
-    int const end = place[0] * boxes.step + begin + left;  // only here, so that nothing waits for the next page
-    if constexpr (axes == 1) {
-      fetch_box<Column, Width>(tile, ring, map, row, range_end, end, range_end - left, x);
-    } else {
-      fetch_box<Column, Width>(tile, ring, map, row, range_end, end, place[1], range_end - left, x);
+    auto const places = next;
+    next = boxes.places(n + several);
+    CUTE_UNROLL
+    for (int k = 0; k < several; ++k) {
+      if (all % several != 0 && n + k >= count) break;
+      fetch_page<Column, Width>(tile, ring, map, boxes, places[k], (n + k) * Rows, x);
     }
   }
 }
