@@ -96,7 +96,9 @@ def flex_attention(
     CPU tensors are computed by PyTorch, with gradients. `kernel_options` are PyTorch's and have no
     effect. Raises NoKernel with the reason and the line where no kernel can be made.
     """
-    _check_arguments({"query": query, "key": key, "value": value}, {"score_mod": score_mod})
+    _check_tensors(query, key, value)
+    if score_mod is not None:
+        _check_arguments({}, {"score_mod": score_mod})
     if getattr(return_aux, "max_scores", False):
         raise NoKernel("return_aux: max_scores is no output of our kernels; ask for lse alone")
     check_axes(query, key, value)
@@ -152,9 +154,10 @@ def attention(
     they do if PyTorch's deterministic algorithms are on. With `fallback` PyTorch computes what no
     kernel can be made for, with a warning; otherwise that is NoKernel with the reason.
     """
-    tensors = {"query": query, "key": key, "value": value}
-    tensors |= {"sink": sink, "alibi": alibi, "bias": bias}
-    _check_arguments(tensors, {"score_mod": score_mod, "mask_mod": mask_mod})
+    _check_tensors(query, key, value)
+    if not sink is alibi is bias is score_mod is mask_mod is None:
+        tensors = {"sink": sink, "alibi": alibi, "bias": bias}
+        _check_arguments(tensors, {"score_mod": score_mod, "mask_mod": mask_mod})
     check_axes(query, key, value)
     lists = blocked(block_mask, query, key) if block_mask is not None else None
     if lists is not None:
@@ -183,19 +186,28 @@ def attention(
     return by_pytorch.attention(query, key, value, return_lse=return_lse, **how, **more)
 
 
+def _check_tensors(query: Any, key: Any, value: Any) -> None:
+    """Raise TypeError for one that is no tensor."""
+    if isinstance(query, _TENSOR) and isinstance(key, _TENSOR) and isinstance(value, _TENSOR):
+        return
+    for name, given in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(given, _TENSOR):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(given).__name__}")
+
+
+_TENSOR = torch.Tensor
+
+
 def _check_arguments(tensors: Mapping[str, Any], functions: Mapping[str, Any]) -> None:
-    """Raise TypeError for an argument that is no tensor, or no function."""
+    """Raise TypeError for an argument that is given and is no tensor, or no function."""
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in _NEEDED):
+        if tensor is not None and not isinstance(tensor, _TENSOR):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
     for name, function in functions.items():
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be a function, not {type(function).__name__}")
     if tensors.get("bias") is not None and tensors["bias"].dtype == torch.bool:
         raise TypeError("bias is bool, and numbers are added to the scores: pass a mask_mod")
-
-
-_NEEDED = ("query", "key", "value")
 
 
 def _check_types(query: Any, key: Any, value: Any) -> None:

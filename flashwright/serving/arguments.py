@@ -22,9 +22,10 @@ CACHE_TYPES = {torch.float8_e4m3fn: "fp8"}
 
 def window_of(window: Any) -> tuple[int, int]:
     """A window's keys to the left and to the right. Raises TypeError for anything else."""
-    if not isinstance(window, tuple | list) or len(window) != 2:
+    pair = window if type(window) is tuple else tuple(window) if isinstance(window, list) else ()
+    if len(pair) != 2:
         raise TypeError(f"window_size must be (left, right), -1 for all; it is {window!r}")
-    return window[0], window[1]
+    return pair
 
 
 def check_tensors(tensors: Tensors, names: Mapping[str, str], *needed: str) -> None:
