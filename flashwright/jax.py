@@ -43,6 +43,7 @@ from flashwright.flex.task import (
     WrongKernel,
     card,
     check_axes,
+    check_shapes,
     check_types,
     compare_rows,
     dims_of,
@@ -93,32 +94,12 @@ def attention(
     check_axes(query, key, value)
     given = {"q": query, "k": key, "v": value, "slopes": alibi, "sink": sink, "bias": bias}
     given = {name: array for name, array in given.items() if array is not None}
-    _check_shapes(given)
+    check_types(query, key, value)
+    check_shapes(given)
     if bias is not None:
         given["bias"] = jnp.expand_dims(given["bias"], tuple(range(4 - given["bias"].ndim)))
     found = _compiled(_Settings(causal, window, softcap, scale, return_lse), given)
     return tuple(found) if return_lse else found[0]
-
-
-def _check_shapes(given: Arrays) -> None:
-    """Raise ValueError for an array that does not fit the query or the key."""
-    q, k, v = given["q"], given["k"], given["v"]
-    check_types(q, k, v)
-    dims = dims_of(q, k)
-    shared = (1 if k.shape[0] == 1 else q.shape[0], *k.shape[1:3])  # one batch of keys serves all
-    for name, array, shape in (
-        ("key", k, (*shared, q.shape[3])),
-        ("value", v, (*shared, v.shape[3])),
-        ("alibi", given.get("slopes"), q.shape[1:2]),
-        ("sink", given.get("sink"), q.shape[1:2]),
-    ):
-        if array is not None and array.shape != shape:
-            raise ValueError(f"{name} must have the shape {shape}, not {array.shape}")
-    if not k.shape[1] or dims["heads"] % k.shape[1]:
-        heads = f"kv_heads = {k.shape[1]} must divide heads = {dims['heads']}"
-        raise ValueError(f"{heads}: give K and V fewer heads")
-    if "bias" in given:
-        Bias.own_axes(given["bias"], dims)
 
 
 # --- the operations as JAX sees them ------------------------------------------------------------

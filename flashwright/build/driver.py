@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 LIBRARY = "libcuda.so.1"
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
@@ -77,6 +80,24 @@ def _card(cuda: ctypes.CDLL, number: int) -> Card:
         cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
         capability.append(value.value)
     return Card(number, name.value.decode(errors="replace"), (capability[0], capability[1]))
+
+
+@contextlib.contextmanager
+def while_capturing() -> Iterator[None]:
+    """What is done inside may be done while this thread captures a stream. Otherwise calls of the
+    driver that initialise a library end the capture. Does nothing without a driver."""
+    try:
+        exchange = ctypes.CDLL(LIBRARY).cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchanged = not exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        if exchanged:
+            exchange(ctypes.byref(mode))
 
 
 def error_name(cuda: ctypes.CDLL, result: int) -> str:

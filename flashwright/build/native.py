@@ -33,13 +33,20 @@ GET_COMPILER = "install g++ (on Debian and Ubuntu: apt install g++), or name a c
 def launcher() -> Any:
     """The loaded library: make, of_tensors, at_places, form, in_order, synchronize. Raises
     Failed if unavailable."""
+    from flashwright.build.driver import while_capturing
+
+    with while_capturing():  # the first call of a process may be in a CUDA graph
+        return _loaded()
+
+
+def _loaded() -> Any:
     ffi = _ffi()
     if BUILT_IN.is_file():
         try:
             return ffi.load_module(str(BUILT_IN))
         except (RuntimeError, ValueError, OSError) as error:  # such as an older C library
             text = f"the wheel's launcher cannot be loaded, so this machine compiles one: {error}"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
     return ffi.load_module(str(library()))
 
 

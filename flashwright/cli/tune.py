@@ -16,7 +16,7 @@ from flashwright.cli.command import (
     WRONG,
     find_gpu,
     guarded,
-    load_program,
+    load_kernels,
     load_spec,
 )
 from flashwright.cli.kernel import known_gpu
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 CODE = "code.tl"
 LENGTHS = "512,1024,2048,4096,8192,16384"
 CANDIDATES = 24
+BY_HAND = (
+    f"change BM, BN, Stages and Warps in {CODE}, `flashwright build` the folder and `flashwright "
+    "verify` it, and time its calls (flashwright.load)"
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -131,7 +135,7 @@ def _order(
 
     target = find_gpu(gpu or _known(folder, card))
     file = str(folder / CODE)
-    program, code = load_program(file, target)
+    kernels, code = load_kernels(file, target)
     meant = load_spec(None, file)
     if meant is None:
         text = f"{folder} has no spec.toml: nothing says what the kernels should compute"
@@ -140,8 +144,12 @@ def _order(
         text = "a spec with a reference has no problems to time"
         raise Failed(Diagnostic("FW904", text, help="tune a package of the built-in variants"))
     if meant[0].batch is not None:
-        text = f"{meant[0].in_words}: `tune` measures rectangular batches"
-        raise Failed(Diagnostic("FW904", text, help="tune the kernel for rectangular batches"))
+        text = f"`tune` measures rectangular batches, and this package is {meant[0].in_words}"
+        raise Failed(Diagnostic("FW904", text, help=BY_HAND))
+    if len(kernels.programs) > 1:
+        text = f"`tune` measures one kernel, and {file} has {len(kernels.programs)}"
+        raise Failed(Diagnostic("FW904", text, help=BY_HAND))
+    (program,) = kernels.programs
     if tiling_of(program) is None:
         text = f"{file} has no params {' and '.join(NEEDED)}: its tiles cannot be changed"
         hint = f"call its row tile {NEEDED[0]} and its column tile {NEEDED[1]}"

@@ -27,6 +27,9 @@ from flashwright.flex.task import (
     Task,
     card,
     check_axes,
+    check_settings,
+    check_shapes,
+    check_types,
     dims_of,
     find_or_make,
     first_results,
@@ -93,6 +96,9 @@ def flex_attention(
     CPU tensors are computed by PyTorch, with gradients. `kernel_options` are PyTorch's and have no
     effect. Raises NoKernel with the reason and the line where no kernel can be made.
     """
+    _check_tensors(query, key, value)
+    if score_mod is not None:
+        _check_arguments({}, {"score_mod": score_mod})
     if getattr(return_aux, "max_scores", False):
         raise NoKernel("return_aux: max_scores is no output of our kernels; ask for lse alone")
     check_axes(query, key, value)
@@ -103,6 +109,9 @@ def flex_attention(
     lists = blocked(block_mask, query, key) if block_mask is not None else None
     mask_mod = lists.mask if lists is not None else None
     if query.is_cpu:
+        _check_types(query, key, value)
+        check_shapes({"q": query, "k": key, "v": value})
+        check_settings(None, None, scale)
         out, lse = by_pytorch.dense(query, key, value, score_mod, mask_mod, scale)
     else:
         task = task_of(query, key, value, (False, None, None, scale), ())
@@ -145,6 +154,10 @@ def attention(
     they do if PyTorch's deterministic algorithms are on. With `fallback` PyTorch computes what no
     kernel can be made for, with a warning; otherwise that is NoKernel with the reason.
     """
+    _check_tensors(query, key, value)
+    if not sink is alibi is bias is score_mod is mask_mod is None:
+        tensors = {"sink": sink, "alibi": alibi, "bias": bias}
+        _check_arguments(tensors, {"score_mod": score_mod, "mask_mod": mask_mod})
     check_axes(query, key, value)
     lists = blocked(block_mask, query, key) if block_mask is not None else None
     if lists is not None:
@@ -165,11 +178,43 @@ def attention(
             if not fallback:
                 raise
             warnings.warn(f"PyTorch computes it: {error}", RuntimeWarning, stacklevel=2)
+    _check_types(query, key, value)
     extras = {"sink": sink, "alibi": alibi, "bias": bias}
     extras |= {"score_mod": score_mod, "mask_mod": mask_mod}
     more = {name: extra for name, extra in extras.items() if extra is not None}
     how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
     return by_pytorch.attention(query, key, value, return_lse=return_lse, **how, **more)
+
+
+def _check_tensors(query: Any, key: Any, value: Any) -> None:
+    """Raise TypeError for one that is no tensor."""
+    if isinstance(query, _TENSOR) and isinstance(key, _TENSOR) and isinstance(value, _TENSOR):
+        return
+    for name, given in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(given, _TENSOR):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(given).__name__}")
+
+
+_TENSOR = torch.Tensor
+
+
+def _check_arguments(tensors: Mapping[str, Any], functions: Mapping[str, Any]) -> None:
+    """Raise TypeError for an argument that is given and is no tensor, or no function."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not isinstance(tensor, _TENSOR):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be a function, not {type(function).__name__}")
+    if tensors.get("bias") is not None and tensors["bias"].dtype == torch.bool:
+        raise TypeError("bias is bool, and numbers are added to the scores: pass a mask_mod")
+
+
+def _check_types(query: Any, key: Any, value: Any) -> None:
+    """Raise TypeError or ValueError for types that PyTorch cannot compute attention with."""
+    check_types(query, key, value)
+    if not query.is_floating_point():
+        raise TypeError(f"query is {query.dtype}: pass a floating-point type")
 
 
 @lru_cache(_MOST)
@@ -236,11 +281,11 @@ def _run(
         check_first_gradients(entry.operator, task, score_mod, mask_mod, given)
     arguments = (tensors[name] for name in inputs)
     found = entry.operator(*arguments, return_lse=return_lse, deterministic=deterministic)
-    if entry.new:
+    if entry.new and all(dims.values()):  # else a later call is looked at
         out = found[0] if return_lse else found
         with first_results(entry, _KERNELS, known):
             check(out, score_mod, mask_mod, task.spec, dims, given)
-    if inputs == ("q", "k", "v") and lists is None:
+    if inputs == ("q", "k", "v") and lists is None and not entry.new:
         _QUICK[task, score_mod, mask_mod] = entry
     return found
 

@@ -121,15 +121,23 @@ _KNOWN: weakref.WeakKeyDictionary[Any, Blocked] = weakref.WeakKeyDictionary()
 
 
 def blocked(block_mask: Any, query: Any, key: Any) -> Blocked:
-    """A BlockMask for a call. Raises ValueError if it is for other lengths."""
+    """A BlockMask for a call. Raises TypeError or ValueError for another one."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if not isinstance(block_mask, BlockMask):
+        kind = type(block_mask).__name__
+        raise TypeError(f"block_mask must be a BlockMask (create_block_mask), not {kind}")
     lengths = tuple(block_mask.seq_lengths)
     if lengths != (query.shape[2], key.shape[2]):
         told = f"{query.shape[2]} x {key.shape[2]}"
         raise ValueError(
             f"block_mask is for {lengths[0]} x {lengths[1]} tokens, the call has {told}"
         )
+    sizes = (*query.shape[:2], *lengths)
+    for name, own, size in zip(("batch", "heads"), block_mask.shape[:2], sizes, strict=False):
+        if own not in (1, size):
+            raise ValueError(f"block_mask is for {name} = {own}, the call has {size}")
     if block_mask not in _KNOWN:
-        sizes = (*query.shape[:2], *lengths)
         dims = dict(zip(("batch", "heads", "q_len", "kv_len"), sizes, strict=True))
         _KNOWN[block_mask] = _blocked(block_mask, dims)
     return _KNOWN[block_mask]

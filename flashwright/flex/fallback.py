@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flashwright.flex.task import check_settings, check_shapes
 from flashwright.pytorch.reference import softmax
 
 Function = Callable[..., Any]
@@ -30,7 +31,12 @@ def attention(
     sink: Any = None,
     **given: Any,
 ) -> Any:
-    """What `flashwright.attention` computes."""
+    """What `flashwright.attention` computes. Raises ValueError for what does not fit."""
+    named = {"q": query, "k": key, "v": value, "slopes": given.get("alibi"), "sink": sink}
+    if given.get("bias") is not None:
+        named["bias"] = given["bias"]
+    check_shapes(named)
+    check_settings(window, softcap, scale)
     shift = key.shape[2] - query.shape[2]
     score = score_of(softcap, shift, **{n: given.get(n) for n in ("alibi", "bias", "score_mod")})
     mask = mask_of(causal, window, shift, given.get("mask_mod"))
@@ -49,7 +55,8 @@ def dense(
     sink: Any = None,
     places: Sequence[Any] | None = None,
 ) -> tuple[Any, Any]:
-    """O and LSE in fp32 (fp64 for fp64 inputs), every score in memory; O has the query's type.
+    """O and LSE in fp32 (fp64 for fp64 inputs), every score in memory. O has the query's type,
+    and is bf16 for fp8, as kernels give it.
 
     `places` are the batches, heads, queries and keys that the tensors hold; all if not given.
     """
@@ -63,9 +70,12 @@ def dense(
     if score_mod is not None:
         scores = over(score_mod, with_score=True)(scores, *places).to(kind)
     if mask_mod is not None:
-        scores = scores.masked_fill(~over(mask_mod, with_score=False)(*places), -math.inf)
+        seen = over(mask_mod, with_score=False)(*places)
+        if seen.dtype != torch.bool:
+            raise TypeError(f"mask_mod gives {seen.dtype}: it must say True or False (torch.bool)")
+        scores = scores.masked_fill(~seen, -math.inf)
     weights, lse = softmax(scores, sink)
-    return (weights @ v).to(query.dtype), lse
+    return (weights @ v).to(torch.bfloat16 if query.itemsize == 1 else query.dtype), lse
 
 
 def over(function: Function, with_score: bool) -> Function:
@@ -79,6 +89,9 @@ def over(function: Function, with_score: bool) -> Function:
         mapped = torch.vmap(mapped, in_dims=(*first, *indices))
 
     def run(*args: Any) -> Any:
+        sizes = [len(places) for places in args[-4:]]
+        if not all(sizes):  # vmap cannot look up anything for no element
+            return args[0] if with_score else torch.ones(sizes, dtype=torch.bool)
         with TransformGetItemToIndex():
             return mapped(*args)
 
@@ -128,7 +141,8 @@ def score_of(
             s = s + alibi[h] * (kv - q - shift)
         if bias is not None:
             place = (b, h, q, kv)[4 - axes :]
-            s = s + bias[tuple(i if n > 1 else 0 for i, n in zip(place, bias.shape, strict=True))]
+            place = tuple(i if n > 1 else 0 for i, n in zip(place, bias.shape, strict=True))
+            s = s + (bias[place] if place else bias)
         return s if score_mod is None else score_mod(s, b, h, q, kv)
 
     return score

@@ -73,6 +73,8 @@ class Bias:
     @staticmethod
     def own_axes(tensor: Any, dims: Dims) -> tuple[str, ...]:
         """The axes that are not broadcast. Raises ValueError if one has another size."""
+        if tensor.ndim > 4:
+            raise ValueError(f"bias has {tensor.ndim} axes: (batch, heads, queries, keys) at most")
         names = ("batch", "heads", "q_len", "kv_len")[4 - tensor.ndim :]
         for name, size in zip(names, tensor.shape, strict=True):
             if size not in (1, dims[name]):
@@ -207,6 +209,38 @@ def check_types(query: Any, key: Any, value: Any, kv_dtype: str | None = None) -
             raise ValueError(f"{name} is {tensor.dtype} and query {query.dtype}: make them alike")
         if kv_dtype is not None and DTYPES.get(str(tensor.dtype).split(".")[-1]) != kv_dtype:
             raise ValueError(f"{name} is {tensor.dtype}, and not {kv_dtype} as the other one")
+
+
+def check_shapes(given: Mapping[str, Any]) -> None:
+    """Raises ValueError for a tensor of q, k, v, slopes, sink and bias that does not fit q or k."""
+    q, k, v = given["q"], given["k"], given["v"]
+    heads = q.shape[1]
+    shared = (1 if k.shape[0] == 1 else q.shape[0], *k.shape[1:3])  # one batch of keys serves all
+    for name, tensor, shape in (
+        ("key", k, (*shared, q.shape[3])),
+        ("value", v, (*shared, v.shape[3])),
+        ("alibi", given.get("slopes"), (heads,)),
+        ("sink", given.get("sink"), (heads,)),
+    ):
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have the shape {shape}, not {tuple(tensor.shape)}")
+    if not k.shape[1] or heads % k.shape[1]:
+        text = f"kv_heads = {k.shape[1]} must divide heads = {heads}"
+        raise ValueError(f"{text}: give K and V fewer heads")
+    if not q.shape[3]:
+        raise ValueError("query has a head dim of 0")
+    if "bias" in given:
+        Bias.own_axes(given["bias"], dims_of(q, k))
+
+
+def check_settings(window: int | None, softcap: float | None, scale: float | None) -> None:
+    """Raises ValueError for a setting that no attention has, such as a softcap of 0."""
+    given = {"window": window, "softcap": softcap, "scale": scale}
+    named = {name: setting for name, setting in given.items() if setting is not None}
+    try:
+        AttentionSpec.make(variant="mha", heads=1, kv_heads=1, head_dim=64, dtype="fp16", **named)
+    except BadSpec as error:
+        raise ValueError(str(error)) from None
 
 
 def dims_of(query: Any, key: Any) -> dict[str, int]:

@@ -94,6 +94,7 @@ CODES: dict[str, Code] = {
     "FW818": Code("copies are not prefetched", severity="note"),
     "FW819": Code("fallback to a slower translation, because the fast one spills", severity="note"),
     "FW820": Code("fallback to a simpler schedule", severity="note"),
+    "FW883": Code("the tiles of packed sequences are not taken from a queue", severity="note"),
     # the build
     "FW821": Code("the toolchain is missing", bad_input=True),
     "FW822": Code("nvcc rejects the generated code"),

@@ -21,6 +21,7 @@ NOT_PERSISTENT = "FW817"
 NOT_AHEAD = "FW818"
 SPARING = "FW819"
 UNVERIFIED = "FW820"
+NO_QUEUE = "FW883"
 
 
 @dataclass(frozen=True)

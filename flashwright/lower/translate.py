@@ -129,7 +129,7 @@ def _prepared(
     if roles:
         rings, size = ring_offsets(program, kernel, size)
         queue = size
-        kernel, size = with_queue(gpu, kernel, size)
+        kernel, size = with_queue(program, gpu, kernel, size, report)
         epilogue, size = epilogue_offset(program, gpu, kernel, size)
         blocks = 1
     report.blocks = blocks

@@ -20,6 +20,40 @@ CACHE_TYPES = {torch.float8_e4m3fn: "fp8"}
 """The types that keys and values may have beside 16-bit queries."""
 
 
+def window_of(window: Any) -> tuple[int, int]:
+    """A window's keys to the left and to the right. Raises TypeError for anything else."""
+    pair = window if type(window) is tuple else tuple(window) if isinstance(window, list) else ()
+    if len(pair) != 2:
+        raise TypeError(f"window_size must be (left, right), -1 for all; it is {window!r}")
+    return pair
+
+
+def check_tensors(tensors: Tensors, names: Mapping[str, str], *needed: str) -> None:
+    """Raise TypeError, with the argument that `names` has for it, for what is no tensor. Those that
+    are `needed` may not be None."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) or (tensor is None and name not in needed):
+            continue
+        kind = "None" if tensor is None else type(tensor).__name__
+        raise TypeError(f"{names.get(name, name)} must be a torch.Tensor, not {kind}")
+
+
+def check_range(name: str, numbers: Any, most: int, limit: str) -> None:
+    """Raise ValueError for a number below 0 or above the most, which is what `limit` says. Numbers
+    on a GPU are not looked at, as that would wait for it."""
+    if numbers.is_cpu and numbers.numel():
+        low, high = int(numbers.min()), int(numbers.max())
+        if low < 0 or high > most:
+            raise ValueError(f"{name} has {high if high > most else low}: {limit} {most}")
+
+
+def check_splits(splits: Any) -> None:
+    """Raise ValueError unless it is a number of thread blocks, or 0."""
+    if not isinstance(splits, int) or splits < 0:
+        text = "num_splits must be a number of thread blocks, or 0 to have it chosen"
+        raise ValueError(f"{text}; it is {splits!r}")
+
+
 def settings_of(
     scale: float | None, causal: bool, window: Sequence[int], softcap: float
 ) -> dict[str, Any]:
@@ -90,6 +124,8 @@ def _scale(name: str, scale: Any, shape: tuple[int, int], device: Any) -> Any:
     """A scale as (batch, KV heads) in fp32, from such a tensor, or from a number for all."""
     if scale is None or isinstance(scale, (int, float)):
         return _number(1.0 if scale is None else float(scale), device).expand(shape)
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(f"{name} must be a number or a torch.Tensor, not {type(scale).__name__}")
     if scale.dtype != torch.float32 or scale.device != device:
         kind = f"{scale.dtype} on {scale.device}"
         raise TypeError(f"{name} must be float32 on {device}; it is {kind}")
@@ -102,8 +138,9 @@ def _scale(name: str, scale: Any, shape: tuple[int, int], device: Any) -> Any:
 
 
 def in_fp32(tensor: Any) -> Any:
-    """A tensor in the type that kernels take, or None."""
-    return tensor if tensor is None or tensor.dtype == torch.float32 else tensor.float()
+    """A tensor in the type that kernels take. What is none is refused where a call is checked."""
+    plain = not isinstance(tensor, torch.Tensor) or tensor.dtype == torch.float32
+    return tensor if plain else tensor.float()
 
 
 def take_scales(tensors: dict[str, Any], k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
@@ -154,14 +191,23 @@ def _alike(given: Tensors) -> list[Any]:
 
 def check_axes(given: Tensors, axes: Mapping[str, str]) -> None:
     """Raise ValueError for a tensor that has other axes than these, which are told by name."""
+    check_tensors({name: given[name] for name in axes}, {}, *axes)
     for name, wanted in axes.items():
         if given[name].ndim != wanted.count(",") + 1:
             shape = tuple(given[name].shape)
             raise ValueError(f"{name} must have the axes ({wanted}); its shape is {shape}")
 
 
+def check_widths(q: Any, name: str, keys: Any) -> None:
+    """Raise ValueError for keys of another width than queries."""
+    if keys.shape[-1] != q.shape[-1]:
+        text = f"{name} is {keys.shape[-1]} wide and q {q.shape[-1]}: make them alike"
+        raise ValueError(text)
+
+
 def check_numbers(name: str, tensor: Any, device: Any, shape: Sequence[int | None]) -> None:
     """Raise TypeError or ValueError unless a tensor has int32 numbers, of that shape and there."""
+    check_tensors({name: tensor}, {}, name)
     fits = tensor.ndim == len(shape) and all(
         want in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
     )

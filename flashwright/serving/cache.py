@@ -52,6 +52,8 @@ class Cache:
         starts = self._entries(lengths) * _behind_each_other(self.k)[1]
         if self.padding is not None:
             starts, lengths = starts + self.padding, lengths - self.padding
+            if lengths.is_cpu and bool((lengths < 0).any()):
+                raise ValueError("cache_leftpad must not be above cache_seqlens")
         return starts.int(), lengths.int()
 
     def append(self, k: Any, v: Any, lengths: Any, scales: Mapping[str, Any]) -> None:
@@ -105,6 +107,8 @@ def _made(known: tuple[str, int, int, Any]) -> Any:
 def _behind_each_other(cache: Any) -> tuple[Any, int]:
     """A cache of entries as one tensor of tokens, and the tokens from one entry to the next."""
     entries, positions, *rest = cache.shape
+    if not cache.numel():
+        return cache.flatten(0, 1), positions
     far, near, *inner = cache.stride()
     if not near or far % near:
         raise ValueError("the entries of a cache must be whole rows apart: make it contiguous")
@@ -133,6 +137,10 @@ def lengths_of(q: Any, cache: Cache, lengths: Any) -> Any:
     for name, numbers in (("cache_batch_idx", cache.entries), ("cache_leftpad", cache.padding)):
         if numbers is not None:
             arguments.check_numbers(name, numbers, device, (batch,))
+    if cache.entries is not None:
+        arguments.check_range(
+            "cache_batch_idx", cache.entries, cache.k.shape[0] - 1, "the last entry is"
+        )
     anywhere = cache.table is not None or cache.entries is not None or cache.starts is not None
     if not anywhere and cache.k.shape[0] != batch:
         raise ValueError(f"k_cache has {cache.k.shape[0]} entries and q {batch} sequences")
@@ -145,7 +153,15 @@ def lengths_of(q: Any, cache: Cache, lengths: Any) -> Any:
             )
         return torch.full((batch,), lengths, dtype=torch.int32, device=device)
     arguments.check_numbers("cache_seqlens", lengths, device, (batch,))
+    arguments.check_range("cache_seqlens", lengths, cache.longest, "the cache has room for")
     return lengths
+
+
+def most_known(cache: Cache, lengths: Any) -> int:
+    """The keys of the longest sequence as far as the host knows: 0 if a GPU has the lengths."""
+    if isinstance(lengths, torch.Tensor):
+        return int(lengths.max()) if lengths.is_cpu and lengths.numel() else 0
+    return lengths if isinstance(lengths, int) else cache.longest
 
 
 def positions(lengths: Any, count: int) -> Any:
@@ -165,6 +181,44 @@ class New:
     """Whether neighbouring columns are rotated, else the first half with the second."""
     first: int
     """The position of a cache's first key."""
+
+    def check(self, q: Any, cache: Cache, most: int, ordered: bool) -> None:
+        """Raise ValueError or TypeError for new keys or angles that do not fit. `most` is the
+        longest sequence that the host knows of."""
+        count = 0
+        if self.k is not None:
+            named = {"k": self.k, "v": self.v}
+            arguments.check_axes(named, dict.fromkeys(named, "batch, tokens, heads, dim"))
+            count = self.k.shape[1]
+            self._check_like("k", self.k, q, cache.k)
+            self._check_like("v", self.v, q, cache.v)
+            if most + count > cache.longest:
+                text = f"no room for {count} new keys behind {most}: the cache has room for"
+                raise ValueError(f"{text} {cache.longest} (cache_seqlens says where they begin)")
+        if self.cos is not None:
+            self._check_angles(q, self.first + most + max(count, q.shape[1] if ordered else 1))
+
+    def _check_like(self, name: str, new: Any, q: Any, cache: Any) -> None:
+        wanted = (q.shape[0], self.k.shape[1], *cache.shape[2:])
+        if tuple(new.shape) != wanted:
+            text = f"{name} must have the shape {wanted}, as q and the cache"
+            raise ValueError(f"{text}; it has {tuple(new.shape)}")
+        if new.dtype not in (q.dtype, cache.dtype) or new.device != q.device:
+            text = f"{name} must be {q.dtype} on {q.device}, as q"
+            raise TypeError(f"{text}; it is {new.dtype} on {new.device}")
+
+    def _check_angles(self, q: Any, positions: int) -> None:
+        named = {"rotary_cos": self.cos, "rotary_sin": self.sin}
+        arguments.check_axes(named, dict.fromkeys(named, "positions, half of the width"))
+        count, half = self.cos.shape
+        if self.sin.shape != self.cos.shape or 2 * half > q.shape[3]:
+            text = f"rotary_cos and rotary_sin must have one shape, (positions, {q.shape[3] // 2})"
+            raise ValueError(
+                f"{text} or less wide; they have {(count, half)} and {tuple(self.sin.shape)}"
+            )
+        if positions > count:
+            text = f"rotary_cos and rotary_sin have {count} positions"
+            raise ValueError(f"{text}, and {positions} are needed")
 
     def written(
         self, q: Any, cache: Cache, lengths: Any, ordered: bool, scales: Mapping[str, Any]

@@ -19,7 +19,7 @@ from flashwright.flex.task import NoKernel
 from flashwright.generate.packed_sizes import batch_of_few, rows_for
 from flashwright.gpu import Gpu
 from flashwright.serving import arguments, reference, tree
-from flashwright.serving.cache import Cache, New, lengths_of
+from flashwright.serving.cache import Cache, New, lengths_of, most_known
 from flashwright.serving.kernels import Asked, Wanted, attend
 from flashwright.serving.merge import merge_states
 from flashwright.serving.varlen import kernel_tensors
@@ -32,6 +32,18 @@ _NEAR = 0.85
 """Of the best efficiency: the fewest splits that reach it are taken."""
 _SMALL = 8 << 20
 """Bytes that surely stay in the L2 between two kernels."""
+ARGUMENTS = {
+    "k": "k_cache",
+    "v": "v_cache",
+    "table": "block_table",
+    "startsk": "cache_batch_idx",
+    "lengthsk": "cache_seqlens",
+    "tree": "tree_mask",
+    "kdescale": "k_descale",
+    "vdescale": "v_descale",
+    **arguments.ARGUMENTS,
+}
+"""The arguments of the function by what its tensors are called here."""
 _KEYS = 64
 """Of one step, roughly; a split has at least one."""
 
@@ -94,18 +106,20 @@ def flash_attn_with_kvcache(
     kernel can be made.
     """
     _check_pairs(k, v, rotary_cos, rotary_sin, prefix_k, prefix_v)
-    starts = None
-    if tree_mask is not None and tree_mask.dtype != torch.bool:
+    starts, window = None, arguments.window_of(window_size)
+    if isinstance(tree_mask, torch.Tensor) and tree_mask.dtype != torch.bool:
         tree_mask = tree.as_bools(tree_mask, q)
     if not (
         k is rotary_cos is cache_batch_idx is cache_leftpad is None
         and (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor))
     ):
         cache = Cache(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
+        most = most_known(cache, cache_seqlens)
         cache_seqlens = lengths_of(q, cache, cache_seqlens)
         before = 0 if prefix_k is None else prefix_k.shape[0]
         new = New(k, v, rotary_cos, rotary_sin, rotary_interleaved, before)
-        ordered = causal or tuple(window_size) != (-1, -1)
+        ordered = causal or window != (-1, -1)
+        new.check(q, cache, most, ordered)
         pair = {"q": q, "k": k_cache}
         _, scales = arguments.scales_of(pair, q.shape[0], k_descale, v_descale)
         q, cache_seqlens = new.written(q, cache, cache_seqlens, ordered, scales)
@@ -121,7 +135,7 @@ def flash_attn_with_kvcache(
         "sink": arguments.in_fp32(sink),
         "tree": tree_mask,
     }
-    options: tuple[Any, ...] = (softmax_scale, causal, tuple(window_size), softcap, num_splits)
+    options: tuple[Any, ...] = (softmax_scale, causal, window, softcap, num_splits)
     options = (*options, *arguments.take_scales(tensors, k_descale, v_descale))
     if prefix_k is None or not prefix_k.shape[0]:
         found = _attention(tensors, options, return_softmax_lse)
@@ -145,6 +159,7 @@ def _attention(tensors: dict[str, Any], options: tuple[Any, ...], lse: bool) -> 
     """O, and LSE if it is wanted."""
     if _on_cpu(tensors["q"]):
         given, settings = _given(tensors, options)
+        reference.check_numbers(given, ARGUMENTS)
         return reference.attention(arguments.spec(given, settings), given)
     return attend(("kvcache", *options), tensors, lse, partial(_asked, tensors, options))
 
@@ -163,6 +178,10 @@ def _over_prefix(
         raise ValueError(
             "prefix_k and prefix_v must have the same tokens, and the heads of k_cache"
         )
+    arguments.check_widths(tensors["q"], "prefix_k", k)
+    if k.dtype in arguments.CACHE_TYPES and k.dtype != tensors["q"].dtype:
+        text = f"prefix_k in {k.dtype} has no scales: pass prefix_k and prefix_v in the type of q"
+        raise NoKernel(text)
     masks = arguments.settings_of(scale, causal, window, softcap)
     if "window" in masks or tensors["slopes"] is not None:
         raise NoKernel("prefix_k: a window and ALiBi count places in the cache: leave them away")
@@ -176,7 +195,7 @@ def _over_prefix(
 
 
 def _on_cpu(tensor: Any) -> bool:
-    return bool(tensor.is_cpu)
+    return bool(getattr(tensor, "is_cpu", False))
 
 
 def _given(
@@ -184,10 +203,13 @@ def _given(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of a call, as reference.py names them, and the settings of its spec. Raises an
     error with the argument for what does not fit."""
-    scale, causal, window, softcap, _, *numbers = options
+    scale, causal, window, softcap, splits, *numbers = options
+    arguments.check_tensors(tensors, ARGUMENTS, "q", "k", "v")
+    arguments.check_splits(splits)
     q, k, v, table, starts, lengths, slopes, sink, mask, *_ = tensors.values()
     cache = Cache(k, v, table, None, None, starts)
     lengths = lengths_of(q, cache, lengths)
+    arguments.check_widths(q, "k_cache", k)
     given = {"q": q, **cache.tensors(lengths)}
     scales = arguments.given_scales(tensors, numbers)
     narrow, own = arguments.scales_of({"q": q, "k": k}, q.shape[0], *scales)

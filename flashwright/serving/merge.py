@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from flashwright.serving.arguments import check_tensors
+
 
 def merge_states(o1: Any, lse1: Any, o2: Any, lse2: Any) -> tuple[Any, Any]:
     """O and log-sum-exp over two sets of keys, from those over each, by PyTorch.
@@ -13,7 +15,10 @@ def merge_states(o1: Any, lse1: Any, o2: Any, lse2: Any) -> tuple[Any, Any]:
     O is (..., tokens, heads, dim), the log-sum-exp (..., heads, tokens), natural, as the functions
     for serving return them. Rows of -inf have no keys and count as nothing.
     """
+    check_tensors({"o1": o1, "lse1": lse1, "o2": o2, "lse2": lse2}, {}, "o1", "lse1", "o2", "lse2")
     for name, out, lse in (("1", o1, lse1), ("2", o2, lse2)):
+        if out.ndim < 3:
+            raise ValueError(f"o{name} must have the axes (..., tokens, heads, dim)")
         *outer, tokens, heads, _ = out.shape
         if tuple(lse.shape) != (*outer, heads, tokens):
             text = f"lse{name} must have the axes (..., heads, tokens) of o{name}"

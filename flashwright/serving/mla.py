@@ -18,6 +18,7 @@ from flashwright.serving.kernels import Asked, attend
 from flashwright.serving.kvcache import decode
 
 TYPES = (torch.bfloat16, torch.float16)
+ARGUMENTS = {"k": "k_cache", "table": "block_table", "lengthsk": "cache_seqlens"}
 
 
 class SchedulerMetadata:
@@ -72,11 +73,13 @@ def flash_mla_with_kvcache(
             "extra_topk_length": extra_topk_length,
         }
     )
-    splits = num_splits if isinstance(num_splits, int) else 0
+    chosen = num_splits is None or isinstance(num_splits, torch.Tensor)  # FlashMLA's own
+    splits = 0 if chosen else num_splits
     options = softmax_scale, causal, head_dim_v, splits
     tensors = {"q": q, "k": k_cache, "table": block_table, "lengthsk": cache_seqlens}
     if _on_cpu(q):
         given, settings = _given(tensors, options)
+        reference.check_numbers(given, ARGUMENTS)
         return reference.attention(arguments.spec(given, settings), given)
     out, lse = attend(("mla", *options), tensors, True, partial(_asked, tensors, options))
     return out, lse
@@ -87,7 +90,9 @@ def _given(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of a call, as reference.py names them, and the settings of its spec. Raises an
     error with the argument for what does not fit."""
-    scale, causal, head_dim_v, _ = options
+    scale, causal, head_dim_v, splits = options
+    arguments.check_tensors(tensors, ARGUMENTS, *tensors)
+    arguments.check_splits(splits)
     _check(tensors, head_dim_v)
     given = {**tensors, "v": tensors["k"][..., :head_dim_v]}
     if torch.is_grad_enabled() and (given["q"].requires_grad or given["k"].requires_grad):
@@ -103,7 +108,7 @@ def _asked(tensors: Mapping[str, Any], options: tuple[Any, ...]) -> Asked:
 
 
 def _on_cpu(tensor: Any) -> bool:
-    return bool(tensor.is_cpu)
+    return bool(getattr(tensor, "is_cpu", False))
 
 
 def _refuse_others(options: Mapping[str, Any]) -> None:
@@ -129,8 +134,10 @@ def _check(given: Mapping[str, Any], head_dim_v: int) -> None:
         raise ValueError(f"k_cache must have one head, which all share; it has {cache.shape[2]}")
     if cache.shape[3] != q.shape[3]:
         raise ValueError(f"k_cache is {cache.shape[3]} wide and q {q.shape[3]}: make them alike")
-    if not 0 < head_dim_v < q.shape[3]:
-        text = f"head_dim_v must be above 0 and below {q.shape[3]}, the width of a key"
+    if not isinstance(head_dim_v, int) or not 0 < head_dim_v < q.shape[3]:
+        text = (
+            f"head_dim_v must be a whole number above 0 and below {q.shape[3]}, the width of a key"
+        )
         raise ValueError(f"{text}; it is {head_dim_v}")
     batch, device = q.shape[0], q.device
     arguments.check_numbers("block_table", given["table"], device, (batch, None))

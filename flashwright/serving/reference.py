@@ -17,6 +17,7 @@ import torch
 from flashwright.flex.task import LIMIT, ROWS, WrongKernel, compare_rows
 from flashwright.generate.store import tell
 from flashwright.pytorch import reference
+from flashwright.serving.arguments import check_range
 from flashwright.serving.tree import seen
 from flashwright.spec import AttentionSpec
 
@@ -27,13 +28,54 @@ _MOST_SCORES = 1 << 20  # of the sequence whose first gradients are checked
 
 def attention(spec: AttentionSpec, given: Tensors) -> tuple[Any, Any]:
     """O, with the axes of `q`, and LSE; every step is differentiable."""
-    found = [_sequence(spec, given, b, torch.float32) for b in range(_count(given))]
+    q, count = given["q"], _count(given)
+    if not count:
+        shape = (0, q.shape[1], q.shape[2])
+        return q.new_zeros((*shape, given["v"].shape[-1])), q.new_zeros(shape).float().mT
+    found = [_sequence(spec, given, b, torch.float32) for b in range(count)]
     rows, logs = (tuple(parts) for parts in zip(*found, strict=True))
     if "startsq" in given:
         out, lse = torch.cat([o.transpose(0, 1) for o in rows]), torch.cat(logs, dim=1)
+        starts = given["startsq"].tolist()
+        outside = starts[0], q.shape[0] - starts[-1]  # rows of no sequence
+        out = torch.nn.functional.pad(out, (0, 0, 0, 0, *outside))
+        lse = torch.nn.functional.pad(lse, outside, value=-torch.inf)
     else:
         out, lse = torch.stack(rows).transpose(1, 2), torch.stack(logs)
-    return out.to(given["q"].dtype), lse
+    return out.to(torch.bfloat16 if q.itemsize == 1 else q.dtype), lse
+
+
+def check_numbers(
+    given: Tensors, names: Mapping[str, str], longest: tuple[int, int] | None = None
+) -> None:
+    """Raise ValueError, with the argument, for lengths, places and pages that the tensors do not
+    have. `longest` are the most queries and keys that a sequence may have."""
+    if "table" in given:
+        keys, table, size = given["lengthsk"], given["table"], given["k"].shape[1]
+        check_range(names["lengthsk"], keys, table.shape[1] * size, "the pages have room for")
+        held = torch.arange(table.shape[1]) * size < keys[:, None]
+        check_range(names["table"], table[held], given["k"].shape[0] - 1, "the last page is")
+    elif "lengthsk" in given:
+        keys, room = given["lengthsk"], given["k"].shape[0]
+        starts = given["startsk"][: len(keys)]
+        check_range(names["lengthsk"], keys, room, "the cache has room for")
+        check_range(names["startsk"], starts, room, "the cache has room for")
+        name = f"{names['lengthsk']} behind {names['startsk']}"
+        check_range(name, starts + keys, room, "the cache ends at")
+    else:
+        keys = _counts(names["startsk"], given["startsk"], given["k"].shape[0])
+    if "startsq" in given:
+        queries = _counts(names["startsq"], given["startsq"], given["q"].shape[0])
+        for number, name, most in zip((queries, keys), ("q", "k"), longest or (), strict=False):
+            check_range("the longest sequence", number, most, f"max_seqlen_{name} is")
+
+
+def _counts(name: str, starts: Any, tokens: int) -> Any:
+    """How many tokens each sequence has."""
+    if int(starts[0]) < 0 or int(starts.diff().min()) < 0 or int(starts[-1]) > tokens:
+        text = f"{name} must rise from 0 to {tokens}, the tokens that there are, at most"
+        raise ValueError(f"{text}; it is {starts.tolist()}")
+    return starts.diff()
 
 
 def check(spec: AttentionSpec, given: Tensors, results: Tensors) -> None:

@@ -19,6 +19,14 @@ from flashwright.serving.kernels import Asked, Check, Wanted, attend
 from flashwright.spec import Batch
 
 Tensors = Mapping[str, Any]
+ARGUMENTS = {
+    "startsq": "cu_seqlens_q",
+    "startsk": "cu_seqlens_k",
+    "lengthsk": "seqused_k",
+    "table": "block_table",
+    **arguments.ARGUMENTS,
+}
+"""The arguments of the function by what its tensors are called here."""
 
 
 def flash_attn_varlen_func(
@@ -55,9 +63,10 @@ def flash_attn_varlen_func(
     `sink` have a number for each head.
 
     Returns O, and with `return_softmax_lse` also the log-sum-exp (heads, tokens), which has no
-    gradient. CPU tensors are computed by PyTorch. Gradients of q, k and v come from the kernel's
-    derived backward, packed as well; they are sums in any order. Keys in a cache have none. Raises
-    NoKernel with the reason where no kernel can be made.
+    gradient; rows behind the last sequence are not computed. CPU tensors are computed by PyTorch,
+    which looks at lengths and tables too; on a GPU only the kernel reads them. Gradients
+    of q, k and v come from the kernel's derived backward, packed as well; they are sums in any
+    order. Keys in a cache have none. Raises NoKernel with the reason where no kernel can be made.
     """
     tensors = {
         "q": q,
@@ -70,11 +79,13 @@ def flash_attn_varlen_func(
         "slopes": arguments.in_fp32(alibi_slopes),
         "sink": arguments.in_fp32(sink),
     }
-    longest = int(max_seqlen_q), int(max_seqlen_k)
-    options: tuple[Any, ...] = (softmax_scale, causal, tuple(window_size), softcap, longest)
+    longest = _longest(max_seqlen_q, max_seqlen_k)
+    window = arguments.window_of(window_size)
+    options: tuple[Any, ...] = (softmax_scale, causal, window, softcap, longest)
     options = (*options, *arguments.take_scales(tensors, k_descale, v_descale))
     if _on_cpu(q):
         given, settings = _given(tensors, options)
+        reference.check_numbers(given, ARGUMENTS, longest)
         found: Sequence[Any] = reference.attention(arguments.spec(given, settings), given)
     else:
         prepare = partial(_asked, tensors, options)
@@ -82,8 +93,17 @@ def flash_attn_varlen_func(
     return (found[0], found[1]) if return_softmax_lse else found[0]
 
 
+def _longest(queries: Any, keys: Any) -> tuple[int, int]:
+    """The lengths of the longest sequence as numbers."""
+    try:
+        return int(queries), int(keys)
+    except (TypeError, ValueError):
+        text = "max_seqlen_q and max_seqlen_k must be numbers, those of the longest sequence"
+        raise TypeError(f"{text}; they are {queries!r} and {keys!r}") from None
+
+
 def _on_cpu(tensor: Any) -> bool:
-    return bool(tensor.is_cpu)
+    return bool(getattr(tensor, "is_cpu", False))
 
 
 def _given(tensors: Tensors, options: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -91,6 +111,7 @@ def _given(tensors: Tensors, options: tuple[Any, ...]) -> tuple[dict[str, Any], 
     error with the argument for what does not fit."""
     scale, causal, window, softcap, _, *numbers = options
     extras = ("slopes", "sink", *arguments.SCALES)
+    arguments.check_tensors(tensors, ARGUMENTS, "q", "k", "v", "startsq")
     given = {n: x for n, x in tensors.items() if x is not None and n not in extras}
     _check(given)
     slopes, sink = tensors["slopes"], tensors["sink"]
@@ -106,6 +127,7 @@ def _check(given: Tensors) -> None:
     arguments.check_axes(given, {"q": "tokens, heads, dim", "k": keys, "v": keys})
     if given["k"].shape[:-1] != given["v"].shape[:-1]:
         raise ValueError("k and v must have the same tokens and heads")
+    arguments.check_widths(given["q"], "k", given["k"])
     starts, device = given["startsq"], given["q"].device
     arguments.check_numbers("cu_seqlens_q", starts, device, (None,))
     batch = starts.shape[0] - 1

@@ -8,7 +8,7 @@ base 2 and the axes (tokens, heads), as FlashInfer's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partialmethod
 from math import e as euler
 from math import log2, prod, sqrt
@@ -26,13 +26,27 @@ _FEW = 64
 """Rows of a KV head up to which queries, if all sequences have as many, go to a decode's kernel."""
 _PAGES = 64
 """The width of a table is a multiple of it, so that calls of many steps have one form."""
-_NO_EFFECT = frozenset(
-    (
-        *("non_blocking", "rope_scale", "rope_theta", "use_fp16_qk_reduction", "block_tables"),
-        *("seq_lens", "seq_lens_q", "max_token_per_sequence", "max_sequence_kv"),
-    )
-)
-"""Arguments of FlashInfer's that say what is known anyway."""
+NO_EFFECT = {
+    "float_workspace_buffer": "kernels need no workspace: its device is used",
+    **dict.fromkeys(
+        ("use_tensor_cores", "backend", "enable_pdl"), "a choice of FlashInfer's kernels"
+    ),
+    **dict.fromkeys(
+        ("paged_kv_indptr_buffer", "qo_indptr_buf", "paged_kv_indptr_buf", "kv_indptr_buf"),
+        "the wrapper's own memory keeps its place in a CUDA graph",
+    ),
+    **dict.fromkeys(("rope_scale", "rope_theta"), "read by FlashInfer with ROPE_LLAMA alone, too"),
+    "use_fp16_qk_reduction": "scores are always summed in fp32",
+    "non_blocking": "plan copies as the order of the stream needs it",
+    **dict.fromkeys(
+        (
+            *("block_tables", "seq_lens", "seq_lens_q", "max_token_per_sequence"),
+            "max_sequence_kv",
+        ),
+        "what the lists of pages say as well",
+    ),
+}
+"""Arguments of FlashInfer's that change no result, and why."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +64,35 @@ class _Plan:
     """Queries and keys of a sequence."""
     alike: int | None = None
     """The queries of each sequence, if all have as many."""
+    tokens: int | None = None
+    """The queries of all sequences; None if a CUDA graph may have room for more."""
+    width_of_v: int | None = None
+    page: int | None = None
+    """The positions of a page."""
+    keys: int | None = None
+    """The keys of all sequences, if they lie behind each other."""
+    types: Mapping[str, Any] = field(default_factory=dict)
+    """Those that plan was given, by the tensors that have them."""
 
-    def check(self, q: Any) -> None:
-        """Raise ValueError unless queries have the heads that were planned."""
-        if q.ndim != 3 or tuple(q.shape[1:]) != (self.heads, self.width):
-            wanted = f"(tokens, {self.heads}, {self.width})"
-            raise ValueError(f"q must be {wanted}, as planned; it is {tuple(q.shape)}")
+    def check(self, q: Any, k: Any, v: Any) -> None:
+        """Raise ValueError unless tensors, with tokens before heads, are as planned."""
+        keys = (self.page, self.kv_heads) if self.page is not None else (self.kv_heads,)
+        value_width = self.width if self.width_of_v is None else self.width_of_v
+        for name, tensor, shape in (
+            ("q", q, (self.heads, self.width)),
+            ("k", k, (*keys, self.width)),
+            ("v", v, (*keys, value_width)),
+        ):
+            planned = ", ".join(map(str, shape))
+            if tensor.ndim != 1 + len(shape) or tuple(tensor.shape[1:]) != shape:
+                text = f"{name} must be (any, {planned}), as planned"
+                raise ValueError(f"{text}; it is {tuple(tensor.shape)}")
+        for name, wanted in self.types.items():
+            found = (q if name in ("q_data_type", "o_data_type") else k).dtype
+            if found != wanted:
+                raise ValueError(f"{name} was planned as {wanted}; the tensor has {found}")
+        if self.tokens is not None and q.shape[0] != self.tokens:
+            raise ValueError(f"q has {q.shape[0]} tokens, and {self.tokens} were planned")
 
 
 class _Wrapper:
@@ -72,11 +109,11 @@ class _Wrapper:
     def reset_workspace_buffer(self, *buffers: Any) -> None:
         """Does nothing: kernels need no workspace of the caller's."""
 
-    def _for(self, q: Any) -> _Plan:
-        """The plan for these queries."""
+    def _for(self, q: Any, k: Any, v: Any) -> _Plan:
+        """The plan for these queries, keys and values."""
         if self._planned is None:
             raise RuntimeError("call plan() before run()")
-        self._planned.check(q)
+        self._planned.check(q, k, v)
         return self._planned
 
     def _put(self, name: str, tensor: Any) -> Any:
@@ -105,13 +142,21 @@ class _Wrapper:
 
     def _pages(self, cache: Any) -> tuple[Any, Any]:
         """K and V as (pages, positions, heads, dim)."""
+        if isinstance(cache, torch.Tensor) and (cache.ndim != 5 or cache.shape[1] != 2):
+            text = "paged_kv_cache must have five axes, (pages, 2, ...), or be a pair of tensors"
+            raise ValueError(f"{text}; its shape is {tuple(cache.shape)}")
         k, v = cache if isinstance(cache, tuple | list) else cache.unbind(1)
         return (k.transpose(1, 2), v.transpose(1, 2)) if self._layout == "HND" else (k, v)
 
     def _table(self, indptr: Any, indices: Any, last: Any, size: int, room: int | None) -> Any:
         """Put the table and the lengths of lists of pages. Returns how many pages each sequence
         has, on the host. `room` is the width of the table, if it is fixed."""
-        counts = indptr.cpu().diff()
+        counts = _counts("the list of pages' indptr", indptr, indices.shape[0])
+        if last.shape[0] != len(counts):
+            text = f"last_page_len has {last.shape[0]} numbers, and indptr {len(counts)} sequences"
+            raise ValueError(text)
+        if last.is_cpu and not bool(((last > 0) & (last <= size))[counts > 0].all()):
+            raise ValueError(f"last_page_len must be 1 to {size}, the page size, where pages are")
         most = int(counts.max())
         if room is not None and most > room:
             raise ValueError(
@@ -156,11 +201,33 @@ class _Wrapper:
         """What `run` returns, from O and the log-sum-exp (tokens, heads) in base e, if wanted."""
         result, logs = found
         result = result if after is None else (result * after).to(result.dtype)
-        result = result if out is None else out.copy_(result)
+        result = result if out is None else _copied("out", out, result)
         if logs is None:
             return result
         logs = (logs * log2(euler)).contiguous()
-        return result, logs if lse is None else lse.copy_(logs)
+        return result, logs if lse is None else _copied("lse", lse, logs)
+
+
+def _copied(name: str, place: Any, found: Any) -> Any:
+    """A result in the caller's tensor."""
+    if place.shape != found.shape or place.dtype != found.dtype:
+        wanted = f"{found.dtype} of shape {tuple(found.shape)}"
+        raise ValueError(f"{name} must be {wanted}; it is {place.dtype}, {tuple(place.shape)}")
+    return place.copy_(found)
+
+
+def _counts(name: str, indptr: Any, room: int | None = None) -> Any:
+    """How many of a list each sequence has, on the host. Raises ValueError for an indptr that does
+    not rise, or that names more than there are."""
+    numbers = indptr.cpu()
+    counts = numbers.diff()
+    if indptr.ndim != 1 or not len(counts):
+        raise ValueError(f"{name} must have one number more than there are sequences")
+    if int(numbers[0]) < 0 or int(counts.min()) < 0:
+        raise ValueError(f"{name} must rise; it is {numbers.tolist()}")
+    if room is not None and int(numbers[-1]) > room:
+        raise ValueError(f"{name} ends at {int(numbers[-1])}, and the list has {room} entries")
+    return counts
 
 
 def _is_one(factor: Any) -> bool:
@@ -183,27 +250,39 @@ def _settings(
     if others["pos_encoding_mode"] != "NONE":
         mode = others["pos_encoding_mode"]
         raise NoKernel(f"pos_encoding_mode={mode!r}: rotate q and k before the call")
-    kinds = {
-        str(others.get(name)).removeprefix("torch.")
-        for name in ("q_data_type", "o_data_type")
-        if others.get(name) is not None
-    }
-    if len(kinds) > 1:
-        raise NoKernel("o_data_type: O has the type of q")
-    known = {*_NO_EFFECT, "pos_encoding_mode", "q_data_type", "o_data_type", "disable_split_kv"}
-    for name in others.keys() - known:
-        if isinstance(others[name], torch.Tensor) or others[name]:
-            raise NoKernel(f"{name}: no kernel takes it")
+    _refuse({n: x for n, x in others.items() if n not in {*NO_EFFECT, *_HEEDED}})
     found = {"softmax_scale": scale, "causal": causal, "softcap": cap or 0.0}
     return {**found, "window_size": _window(window, causal)}
+
+
+_TYPES = ("q_data_type", "kv_data_type", "o_data_type")
+_HEEDED = ("pos_encoding_mode", "disable_split_kv", *_TYPES)
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
+    """Raise NoKernel for arguments of FlashInfer's that no kernel takes."""
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) or value:
+            raise NoKernel(f"{name}: no kernel takes it")
+
+
+def _types(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The types of a plan, from those of torch and their names. Raises NoKernel for an O that has
+    another type than q."""
+    named = {name: given[name] for name in _TYPES if given.get(name) is not None}
+    found = {n: getattr(torch, x) if isinstance(x, str) else x for n, x in named.items()}
+    q = found.get("q_data_type")
+    if q is not None and found.get("o_data_type", q) != q:
+        raise NoKernel("o_data_type: O has the type of q")
+    return found
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     """Decode over pages: one query a sequence, or `q_len_per_req`.
 
-    The workspace and the options of FlashInfer's back ends have no effect. With `use_cuda_graph`
-    the batch has the size of the buffers, and a sequence has room for as many pages as
-    `paged_kv_indices_buffer` has for each.
+    Arguments in NO_EFFECT change no result. Others that no kernel takes are NoKernel. With
+    `use_cuda_graph` the batch has the size of the buffers, and a sequence has room for as many
+    pages as `paged_kv_indices_buffer` has for each.
     """
 
     def __init__(
@@ -219,6 +298,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         jit_args: Any = None,
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
+        _refuse({"jit_args": jit_args})
         buffers = paged_kv_indices_buffer, paged_kv_last_page_len_buffer
         self._room = _room(*buffers) if use_cuda_graph else None
 
@@ -240,14 +320,16 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         sm_scale: float | None = None,
         **others: Any,
     ) -> None:
-        """Look at the pages of a step. Types are those of the tensors that `run` gets."""
+        """Look at the pages of a step. Tensors of other types than these are refused by `run`."""
         others |= {"pos_encoding_mode": pos_encoding_mode, "q_data_type": q_data_type or data_type}
+        others["kv_data_type"] = kv_data_type or data_type
+        types = _types(others)
         settings = _settings(window_left >= 0, window_left, logits_soft_cap, sm_scale, others)
         self._table(indptr, indices, last_page_len, page_size, self._room)
         batch = last_page_len.shape[0]
         splits = 1 if others.get("disable_split_kv") else 0
         sizes = num_qo_heads, num_kv_heads, head_dim, batch
-        self._planned = _Plan(*sizes, settings, splits)
+        self._planned = _Plan(*sizes, settings, splits, page=page_size, types=types)
 
     def run(
         self,
@@ -266,8 +348,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         q_len_per_req: int | None = None,
     ) -> Any:
         """O, (tokens, heads, dim), and with `return_lse` the log-sum-exp."""
-        plan = self._for(q)
         k, v = self._pages(paged_kv_cache)
+        plan = self._for(q, k, v)
         scales = q_scale, k_scale, v_scale
         named, after = self._call(plan, k, scales, window_left, sinks)
         count = q_len_per_req or 1
@@ -308,6 +390,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         jit_kwargs: Any = None,
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
+        _refuse({"jit_args": jit_args, "jit_kwargs": jit_kwargs})
+        _refuse({"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf})
         buffers = paged_kv_indices_buf, paged_kv_last_page_len_buf
         self._room = _room(*buffers) if use_cuda_graph else None
 
@@ -339,8 +423,12 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         """Look at the queries and the pages of a step."""
         others |= {"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask}
         others |= {"pos_encoding_mode": pos_encoding_mode, "q_data_type": q_data_type}
+        types = _types({**others, "kv_data_type": kv_data_type})
         settings = _settings(causal, window_left, logits_soft_cap, sm_scale, others)
-        queries = qo_indptr.cpu().diff()
+        queries = _counts("qo_indptr", qo_indptr)
+        if len(queries) != paged_kv_last_page_len.shape[0]:
+            text = f"qo_indptr has {len(queries)} sequences"
+            raise ValueError(f"{text}, and paged_kv_last_page_len {len(paged_kv_last_page_len)}")
         pages = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         counts = self._table(*pages, page_size, self._room)
         room = self._numbers["table"].shape[1] * page_size
@@ -350,7 +438,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         alike = longest[0] if few and int(queries.min()) == longest[0] > 0 else None
         splits = 1 if others.get("disable_split_kv") else 0
         sizes = num_qo_heads, num_kv_heads, head_dim_qk, len(queries)
-        self._planned = _Plan(*sizes, settings, splits, longest, alike)
+        tokens = None if self._graph else int(queries.sum())
+        of_keys = head_dim_vo, page_size, None, types
+        self._planned = _Plan(*sizes, settings, splits, longest, alike, tokens, *of_keys)
 
     def run(
         self,
@@ -368,8 +458,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         sinks: Any = None,
     ) -> Any:
         """O, (tokens, heads, dim), and with `return_lse` the log-sum-exp."""
-        plan, numbers = self._for(q), self._numbers
         k, v = self._pages(paged_kv_cache)
+        plan, numbers = self._for(q, k, v), self._numbers
         scales = q_scale, k_scale, v_scale
         named, after = self._call(plan, k, scales, window_left, sinks)
         named["return_softmax_lse"] = return_lse
@@ -387,7 +477,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
-    """Prompts whose keys lie behind each other."""
+    """Prompts whose keys lie behind each other: (tokens, heads, dim), or with HND (heads, tokens,
+    dim)."""
 
     def __init__(
         self,
@@ -403,6 +494,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         jit_kwargs: Any = None,
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
+        _refuse({"jit_args": jit_args, "jit_kwargs": jit_kwargs})
+        _refuse({"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf})
 
     def plan(
         self,
@@ -429,12 +522,19 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         """Look at the lengths of a step."""
         others |= {"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask}
         others |= {"pos_encoding_mode": pos_encoding_mode, "q_data_type": q_data_type}
+        types = _types({**others, "kv_data_type": kv_data_type})
         settings = _settings(causal, window_left, logits_soft_cap, sm_scale, others)
-        longest = self._longest(*(x.cpu().diff() for x in (qo_indptr, kv_indptr)))
+        queries, keys = _counts("qo_indptr", qo_indptr), _counts("kv_indptr", kv_indptr)
+        if len(queries) != len(keys):
+            text = f"qo_indptr has {len(queries)} sequences, and kv_indptr {len(keys)}"
+            raise ValueError(text)
+        longest = self._longest(queries, keys)
         self._put("queries", qo_indptr)
         self._put("keys", kv_indptr)
-        sizes = num_qo_heads, num_kv_heads, head_dim_qk, qo_indptr.shape[0] - 1
-        self._planned = _Plan(*sizes, settings, 0, longest)
+        sizes = num_qo_heads, num_kv_heads, head_dim_qk, len(queries)
+        tokens = None if self._graph else int(queries.sum())
+        of_keys = head_dim_vo, None, None if self._graph else int(kv_indptr[-1]), types
+        self._planned = _Plan(*sizes, settings, 0, longest, None, tokens, *of_keys)
 
     def run(
         self,
@@ -453,7 +553,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         sinks: Any = None,
     ) -> Any:
         """O, (tokens, heads, dim), and with `return_lse` the log-sum-exp."""
-        plan, numbers = self._for(q), self._numbers
+        if self._layout == "HND":
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+        plan, numbers = self._for(q, k, v), self._numbers
+        if plan.keys is not None and k.shape[0] < plan.keys:
+            raise ValueError(f"k has {k.shape[0]} tokens, and {plan.keys} were planned")
         scales = q_scale, k_scale, v_scale
         named, after = self._call(plan, k, scales, window_left, sinks)
         starts = numbers["queries"], numbers["keys"]

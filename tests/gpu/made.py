@@ -54,6 +54,11 @@ def fresh(code: str, gpu: str) -> Kernel:
     return Kernel(made.plan, built.cubin, built.ptx.encode())
 
 
+def built_for(code: str, gpu: str) -> None:
+    """Compile the kernel of a program, so that it is in the cache."""
+    _made(code, gpu)
+
+
 def _made(code: str, gpu: str) -> Any:
     card = gpus.find(gpu)
     checked = check(parse(code), card)

@@ -102,11 +102,22 @@ def test_attention_by_keywords_is_sdpa() -> None:
     torch.testing.assert_close(out.double(), wanted, atol=0.02, rtol=0.02)
 
 
-def test_a_cuda_result_has_no_gradient_and_says_so() -> None:
-    q, k, v = (t.requires_grad_() for t in problem(1, 4, 128, 64))
-    out = flashwright.attention(q, k, v, causal=True)
-    with pytest.raises(RuntimeError, match="gradient"):
-        out.sum().backward()
+def test_gradients_are_those_of_sdpa() -> None:
+    """By the derived backward, which the first backward() makes."""
+    given = [t.requires_grad_() for t in problem(1, 4, 128, 64)]
+    wide = [t.detach().double().requires_grad_() for t in given]
+    weights = torch.randn_like(given[0])
+    (flashwright.attention(*given, causal=True) * weights).sum().backward()
+    wanted = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True)
+    (wanted * weights).sum().backward()
+    for ours, theirs in zip(given, wide, strict=True):
+        assert (ours.grad.double() - theirs.grad).norm() < 0.02 * theirs.grad.norm()
+
+
+def test_a_derivative_by_torch_func_is_an_error() -> None:
+    q, k, v = problem(1, 4, 128, 64)
+    with pytest.raises(RuntimeError, match="derivative of flashwright::"):
+        torch.func.grad(lambda x: flashwright.attention(x, k, v, causal=True).float().sum())(q)
 
 
 # --- times ------------------------------------------------------------------------------------

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.build.load import Kernel
 from flashwright.judge import oracle_device
 from flashwright.judge.flash import relative_rms
-from tests.gpu.made import code_of, fresh, kernel_of
+from tests.gpu.made import built_for, code_of, fresh, kernel_of
 
 SPEC = make_spec("gqa", heads=4, kv_heads=2, head_dim=64, dtype="fp16", causal=True)
 GPU = "a100"
@@ -129,6 +132,28 @@ def test_cuda_graphs_from_the_first_call_on() -> None:
         torch.cuda.synchronize()
         assert close(out, truth(q, k, v)["O"])
         assert out.equal(again)
+
+
+def test_the_first_call_of_a_process_is_captured() -> None:
+    kernel()  # compiled here, so that the process finds it in the cache
+    run = "from tests.gpu.test_launch import capture_at_once; capture_at_once()"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", run], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def capture_at_once() -> None:
+    """What that process does: it loads the launcher and the kernel while a stream is captured."""
+    import torch
+
+    code, (q, k, v) = code_of(SPEC, GPU), problem()
+    built_for(code, GPU)
+    out = torch.zeros_like(q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fresh(code, GPU)(q, k, v, out=out)
+    graph.replay()
+    assert close(out, truth(q, k, v)["O"])
 
 
 def test_a_thread_without_a_context() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.on_device import Code, dtype_of, run
+from tests.gpu.on_device import Code, compiled, dtype_of, run
 from tests.gpu.tiles import STRIDED, TILES, Tile
 
 
@@ -41,6 +41,7 @@ def test_a_captured_call_keeps_its_map() -> None:
         src = torch.from_numpy(tile.values()).to("cuda").to(torch.bfloat16)
         code = dataclasses.replace(tile.code, lines=(*tile.code.lines, "// captured"))
         out = torch.full((tile.elements,), torch.nan, device="cuda", dtype=torch.bfloat16)
+        compiled(code)  # here nothing but the call is captured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             _launch(tile, code, src, out)

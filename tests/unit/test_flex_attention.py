@@ -530,6 +530,138 @@ def test_a_score_that_is_no_number_shows_on_the_cpu() -> None:
     assert torch.equal(out.isnan().all(-1), rows.expand(2, 4, 40))
 
 
+def by_formula(
+    query: Any, key: Any, value: Any, settings: dict[str, Any]
+) -> tuple[Any, Any, tuple[int, ...]]:
+    """O and LSE of one attention in fp64, a score at a time."""
+    batch, heads, q_len, dim = query.shape
+    kv_len, shared = key.shape[2], heads // key.shape[1]
+    shift, o, lse = kv_len - q_len, [], []
+    given = {"scale": dim**-0.5, "window": kv_len + q_len + 1, "causal": False} | settings
+    for b, h, i in np.ndindex(batch, heads, q_len):
+        logits, values = [], []
+        for j in range(kv_len):
+            s = float(query[b, h, i] @ key[b, h // shared, j]) * given["scale"]
+            s = given["softcap"] * math.tanh(s / given["softcap"]) if "softcap" in given else s
+            s += float(given["alibi"][h]) * (j - i - shift) if "alibi" in given else 0
+            if "bias" in given:
+                s += float(given["bias"].expand(batch, heads, q_len, kv_len)[b, h, i, j])
+            s = s * 2 if "score_mod" in given else s
+            seen = j <= i + shift or not given["causal"]
+            if (
+                seen
+                and abs(j - i - shift) < given["window"]
+                and ("mask_mod" not in given or (i - j) % 3 == 0)
+            ):
+                logits.append(s)
+                values.append(value[b, h // shared, j])
+        total = sum(map(math.exp, logits))
+        total += math.exp(float(given["sink"][h])) if "sink" in given else 0
+        row = sum(
+            (math.exp(s) / total * v for s, v in zip(logits, values, strict=True)), 0 * value.sum()
+        )
+        o.append(row + torch.zeros(value.shape[3], dtype=torch.float64))
+        lse.append(math.log(total) if total else -math.inf)
+    rows = torch.stack(o) if o else torch.zeros(0, value.shape[3], dtype=torch.float64)
+    return rows, torch.tensor(lse, dtype=torch.float64), (batch, heads, q_len)
+
+
+OPTIONS: dict[str, Any] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": 2, "causal": True},
+    "softcap": {"softcap": 2.0},
+    "scale": {"scale": 0.3, "causal": True},
+    "alibi": {"alibi": torch.tensor([0.5, 0.25, 1.0, 2.0]), "causal": True},
+    "sink": {"sink": torch.tensor([0.5, -0.25, 1.0, 2.0]), "window": 1},
+    "bias of a head": {"bias": torch.tensor([0.5, -0.25, 1.0, 2.0]).view(4, 1, 1)},
+    "bias of all": {"bias": torch.tensor(0.5), "softcap": 3.0},
+    "score_mod": {"score_mod": doubled, "causal": True},
+    "mask_mod": {"mask_mod": every_third},
+}
+SIZES = {
+    "usual": (2, 2, 3, 5, 4),
+    "more queries than keys": (1, 4, 5, 3, 8),
+    "no batch": (0, 2, 3, 5, 8),
+    "no query": (2, 2, 0, 5, 8),
+    "no key": (2, 1, 3, 0, 8),
+    "nothing": (1, 2, 0, 0, 8),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_every_option_is_its_formula_on_the_cpu(options: str, sizes: str) -> None:
+    """Also without keys: 0 and -inf, or the sink alone."""
+    batch, kv_heads, q_len, kv_len, v_dim = SIZES[sizes]
+    shapes = ((4, q_len, 8), (kv_heads, kv_len, 8), (kv_heads, kv_len, v_dim))
+    q, k, v = (torch.randn(batch, *s, dtype=torch.float64).requires_grad_() for s in shapes)
+    out, lse = flashwright.attention(q, k, v, return_lse=True, **OPTIONS[options])
+    out.sum().backward()
+    rows, logs, axes = by_formula(q.detach(), k.detach(), v.detach(), OPTIONS[options])
+    torch.testing.assert_close(out.detach(), rows.view(*axes, v_dim), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(lse.detach(), logs.view(axes), atol=1e-6, rtol=1e-6)
+    assert torch.equal(flashwright.attention(q, k, v, **OPTIONS[options]), out)
+    assert all(t.grad is not None and t.grad.isfinite().all() for t in (q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"softcap": 0.0}, ValueError, "softcap: must be above 0"),
+        ({"window": 0}, ValueError, "window: must be at least 1"),
+        ({"window": (1, 1)}, ValueError, "window: must be a whole number"),
+        ({"scale": math.nan}, ValueError, "scale: must be a finite number"),
+        ({"alibi": torch.ones(5)}, ValueError, r"alibi must have the shape \(4,\), not \(5,\)"),
+        ({"alibi": [1.0] * 4}, TypeError, "alibi must be a torch.Tensor, not list"),
+        ({"sink": torch.ones(1)}, ValueError, r"sink must have the shape \(4,\), not \(1,\)"),
+        ({"bias": torch.ones(40, 60)}, ValueError, "bias has 60 along kv_len, which is 50 here"),
+        ({"bias": torch.ones(1, 1, 1, 1, 50)}, ValueError, "bias has 5 axes"),
+        ({"bias": torch.ones(50).bool()}, TypeError, "bias is bool, .* pass a mask_mod"),
+        ({"score_mod": 2}, TypeError, "score_mod must be a function, not int"),
+        ({"mask_mod": lambda b, h, q, k: q - k}, TypeError, "mask_mod gives torch.int64"),
+        ({"block_mask": "causal"}, TypeError, "block_mask must be a BlockMask"),
+        ({"query": np.zeros(1)}, TypeError, "query must be a torch.Tensor, not ndarray"),
+        (
+            {"key": torch.zeros(3, 2, 50, 16)},
+            ValueError,
+            r"key must have the shape \(2, 2, 50, 16\)",
+        ),
+        ({"value": torch.zeros(2, 2, 49, 16)}, ValueError, "value must have the shape"),
+        ({"value": torch.zeros(2, 2, 50, 16).half()}, ValueError, "value is torch.float16 and"),
+        ({n: torch.zeros(2, 3, 50, 16) for n in ("key", "value")}, ValueError, "must divide heads"),
+        ({n: torch.ones(2, 2, 50, 16).int() for n in ("query", "key", "value")}, TypeError, "floa"),
+    ],
+)
+def test_what_does_not_fit_is_said_on_the_cpu(
+    change: Tensors, error: type[Exception], text: str
+) -> None:
+    named = zip(("query", "key", "value"), qkv().values(), strict=True)
+    given = {**{name: tensor.float() for name, tensor in named}, **change}
+    with pytest.raises(error, match=text):
+        flashwright.attention(**given)
+
+
+def test_an_output_of_fp8_is_bf16_on_the_cpu_too() -> None:
+    given = [t.to(torch.float8_e4m3fn) for t in qkv().values()]
+    wanted = flashwright.attention(*(t.float() for t in given))
+    found = flashwright.attention(*given)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), wanted, atol=0.01, rtol=0.01)
+
+
+def test_a_first_call_without_keys_leaves_the_look_to_a_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[Any] = []
+    monkeypatch.setattr(flex, "check", lambda *given: looked.append(given))
+    run(qkv(kv_len=0))
+    assert not looked
+    run(qkv())
+    run(qkv())
+    assert len(looked) == 1
+
+
 def test_gradients_work_on_the_cpu() -> None:
     given = {name: t.float().requires_grad_() for name, t in qkv().items()}
     flashwright.attention(given["q"], given["k"], given["v"], causal=True).sum().backward()

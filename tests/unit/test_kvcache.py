@@ -417,6 +417,15 @@ def in_bf16(tensor: Any) -> Any:
     return np.ascontiguousarray(tensor.float().numpy().astype(ml_dtypes.bfloat16))
 
 
+def new_rows(batch: int, tokens: int) -> dict[str, Any]:
+    return {name: torch.zeros(batch, tokens, 2, 64).bfloat16() for name in "kv"}
+
+
+def angles(positions: int, *columns: int) -> dict[str, Any]:
+    names = ("rotary_cos", "rotary_sin")
+    return {n: torch.ones(positions, x) for n, x in zip(names, columns, strict=True)}
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -441,12 +450,76 @@ def in_bf16(tensor: Any) -> Any:
         ),
         ({"cache_seqlens": ROOM + 1}, ValueError, f"the cache has room for {ROOM}"),
         ({"sink": torch.zeros(2)}, NoKernel, "sink must have a number for each of 6 heads"),
+        ({"sink": [0.0] * 6}, TypeError, "sink must be a torch.Tensor, not list"),
+        ({"tree_mask": [1]}, TypeError, "tree_mask must be a torch.Tensor, not list"),
+        ({"window_size": 7}, TypeError, r"window_size must be \(left, right\)"),
+        ({"cache_seqlens": LENGTHS}, TypeError, "cache_seqlens must be a torch.Tensor, not list"),
+        (
+            {"cache_seqlens": torch.tensor([0, 1, 17, 128, 209]).int()},
+            ValueError,
+            "cache_seqlens has 209: the cache has room for 208",
+        ),
+        ({"cache_batch_idx": torch.arange(1, 6).int()}, ValueError, "cache_batch_idx has 5: the"),
+        ({"cache_leftpad": torch.ones(5).int()}, ValueError, "must not be above cache_seqlens"),
+        ({"num_splits": -1}, ValueError, "num_splits must be a number of thread blocks"),
+        ({"num_splits": 1.5}, ValueError, "num_splits must be a number of thread blocks"),
+        (new_rows(5, 9), ValueError, "no room for 9 new keys behind 200"),
+        (new_rows(1, 1), ValueError, r"k must have the shape \(5, 1, 2, 64\), as q and the cache"),
+        ({**new_rows(5, 2), "v": new_rows(5, 1)["v"]}, ValueError, "v must have the shape"),
+        ({n: x.float() for n, x in new_rows(5, 1).items()}, TypeError, "k must be torch.bfloat16"),
+        (angles(200, 32, 32), ValueError, "have 200 positions, and 201 are needed"),
+        (angles(300, 32, 16), ValueError, "must have one shape"),
+        (angles(300, 48, 48), ValueError, r"must have one shape, \(positions, 32\) or less wide"),
+        (
+            dict.fromkeys(("prefix_k", "prefix_v"), torch.zeros(9, 2, 32).bfloat16()),
+            ValueError,
+            "prefix_k is 32 wide and q 64",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(change: dict[str, Any], error: Any, message: str) -> None:
     q, keys, lengths = problem()
     with pytest.raises(error, match=message):
         flash_attn_with_kvcache(q, *in_entries(keys), **{"cache_seqlens": lengths, **change})
+
+
+def test_what_does_not_fit_is_said_with_a_gpu_too(on_gpu: Any) -> None:
+    q, keys, lengths = problem()
+    for change in ({"sink": [0.0] * 6}, {"tree_mask": [1]}, {"cache_seqlens": LENGTHS}):
+        with pytest.raises(TypeError, match=r"must be a torch.Tensor, not list"):
+            on_gpu(q, *in_entries(keys), **{"cache_seqlens": lengths, **change})
+    with pytest.raises(ValueError, match="num_splits must be"):
+        on_gpu(q, *in_entries(keys), cache_seqlens=lengths, num_splits=-1)
+    with pytest.raises(ValueError, match="k_cache is 32 wide and q 64"):
+        on_gpu(q, *(x[..., :32] for x in in_entries(keys)), cache_seqlens=lengths)
+
+
+def test_a_prefix_in_fp8_is_refused_as_it_has_no_scales() -> None:
+    q, keys, lengths = problem()
+    caches = [x.nan_to_num().to(torch.float8_e4m3fn) for x in in_entries(keys)]
+    given = {"cache_seqlens": lengths, "k_descale": 2.0, "v_descale": 2.0}
+    prefix = torch.randn(9, 2, 64).bfloat16()
+    flash_attn_with_kvcache(q, *caches, **given, prefix_k=prefix, prefix_v=prefix)
+    narrow = prefix.to(torch.float8_e4m3fn)
+    with pytest.raises(NoKernel, match="has no scales: pass prefix_k and prefix_v in the type"):
+        flash_attn_with_kvcache(q, *caches, **given, prefix_k=narrow, prefix_v=narrow)
+
+
+def test_a_page_that_is_not_there_is_said() -> None:
+    q, keys, lengths = problem()
+    table, *caches = in_pages(16, keys)
+    table[4, 0] = 99
+    with pytest.raises(ValueError, match="block_table has 99: the last page is"):
+        flash_attn_with_kvcache(q, *caches, cache_seqlens=lengths, block_table=table)
+
+
+def test_no_sequence_and_no_position() -> None:
+    q, keys, _ = problem()
+    caches = in_entries(keys)
+    out, lse = flash_attn_with_kvcache(q[:0], *(x[:0] for x in caches), return_softmax_lse=True)
+    assert (out.shape, lse.shape) == (q[:0].shape, (0, 6, 1))
+    out, lse = flash_attn_with_kvcache(q, *(x[:, :0] for x in caches), return_softmax_lse=True)
+    close((out, lse), (torch.zeros_like(q), torch.full((5, 6, 1), -torch.inf)))
 
 
 def test_there_are_no_gradients() -> None:

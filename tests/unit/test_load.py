@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from flashwright.build.arrays import framework_of
+from flashwright.build.driver import while_capturing
 from flashwright.build.encode import encode
 from flashwright.build.load import (
     CUBIN,
@@ -367,6 +368,9 @@ def test_it_goes_to_the_device_and_stream_of_the_caller() -> None:
     assert not driver.last.stream
     assert driver.count("loads") == loads + 1  # once for each device
     assert driver.count("mode") == 0  # the capture mode is put back
+    with while_capturing():
+        assert driver.count("mode") == 2  # relaxed, as the first call of a process needs it
+    assert driver.count("mode") == 0
 
 
 # --- which code is loaded ---------------------------------------------------------------------

@@ -178,13 +178,17 @@ NARROW_CACHE = torch.zeros(9, PAGE, 1, 96).bfloat16()
     [
         ({"block_table": torch.zeros(5, 9)}, TypeError, "block_table must be int32"),
         ({"cache_seqlens": torch.zeros(3).int()}, TypeError, r"cache_seqlens must be int32 of"),
-        ({"head_dim_v": 96}, ValueError, "head_dim_v must be above 0 and below 96"),
+        ({"head_dim_v": 96}, ValueError, "head_dim_v must be a whole number above 0"),
         ({"k_cache": NARROW_CACHE[..., 0]}, ValueError, "k_cache must have the axes"),
         ({"k_cache": NARROW_CACHE.expand(9, PAGE, 2, 96)}, ValueError, "one head, which all"),
         ({"k_cache": NARROW_CACHE[..., :80]}, ValueError, "k_cache is 80 wide and q 96"),
         ({"k_cache": NARROW_CACHE.half()}, TypeError, "k_cache must be torch.bfloat16"),
         ({"q": torch.zeros(5, 1, 6, 96)}, TypeError, "q must be bfloat16 or float16"),
         ({"is_fp8_kvcache": True}, NoKernel, "is_fp8_kvcache: kernels are for dense"),
+        ({"num_splits": -1}, ValueError, "num_splits must be a number of thread blocks"),
+        ({"num_splits": [1]}, ValueError, "num_splits must be a number of thread blocks"),
+        ({"cache_seqlens": torch.tensor([0, 1, 64, 130, 999]).int()}, ValueError, "has 999: the p"),
+        ({"cache_seqlens": 3}, TypeError, "cache_seqlens must be a torch.Tensor, not int"),
         ({"indices": torch.zeros(5, 1, 8).int()}, NoKernel, "indices: kernels are for dense"),
     ],
 )

@@ -81,6 +81,29 @@ def test_a_folder_that_cannot_be_tuned(folder: Path, no_gpu: None) -> None:
     assert Outcome("tune", str(folder), *options).code == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--decode", "1", "--paged", "16"), "this package is every key visible, decode of 1"),
+        (("--packed",), "this package is every key visible, packed sequences"),
+        (("--backward",), "measures one kernel"),
+    ],
+)
+def test_a_package_that_is_not_tuned_says_why_and_what_to_do(
+    options: tuple[str, ...], reason: str, tmp_path: Path, no_gpu: None
+) -> None:
+    folder = tmp_path / "other"
+    made = Outcome(
+        *("generate", "gqa", "--heads", "8", "--kv-heads", "2", *options, "--gpu", "h200"),
+        *("--until", "code", "--out", str(folder)),
+    )
+    assert made.code == 0, made.err
+    done = Outcome("tune", str(folder), "--gpu", "h200", "--dry-run")
+    assert (done.code, "error[FW904]: `tune` measures" in done.err) == (2, True)
+    assert reason in done.err
+    assert "`flashwright build` the folder and `flashwright verify` it" in done.err
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Bench:
     """The command with a GPU that is not there."""

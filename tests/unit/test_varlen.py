@@ -244,6 +244,14 @@ def test_what_has_no_gradient_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ({3: torch.tensor([0, 74])}, TypeError, "cu_seqlens_q must be int32"),
         ({4: starts([1, 2])}, TypeError, r"cu_seqlens_k must be int32 of shape \(5\)"),
         ({2: torch.zeros(214, 1, 64)}, ValueError, "k and v must have"),
+        ({0: torch.zeros(74, 4, 32).bfloat16()}, ValueError, "k is 64 wide and q 32"),
+        ({0: [0]}, TypeError, "q must be a torch.Tensor, not list"),
+        ({3: None}, TypeError, "cu_seqlens_q must be a torch.Tensor, not None"),
+        ({3: starts([3, 0, 70, 2])}, ValueError, "cu_seqlens_q must rise from 0 to 74"),
+        ({4: torch.tensor([0, 9, 5, 84, 214]).int()}, ValueError, "cu_seqlens_k must rise"),
+        ({5: 69}, ValueError, "the longest sequence has 70: max_seqlen_q is 69"),
+        ({6: 129}, ValueError, "the longest sequence has 130: max_seqlen_k is 129"),
+        ({6: None}, TypeError, "max_seqlen_q and max_seqlen_k must be numbers"),
     ],
 )
 def test_tensors_that_do_not_fit(change: dict[int, Any], error: Any, message: str) -> None:
@@ -259,11 +267,36 @@ def test_tensors_that_do_not_fit(change: dict[int, Any], error: Any, message: st
     [
         ({"block_table": torch.zeros(4, 9, dtype=torch.int32)}, ValueError, "k must have the axes"),
         ({"seqused_k": torch.zeros(4)}, TypeError, r"seqused_k must be int32 of shape \(4\)"),
+        (
+            {"seqused_k": torch.tensor([9, 5, 70, 131]).int()},
+            ValueError,
+            "seqused_k behind cu_seqlens_k has 215: the cache ends at 214",
+        ),
+        ({"window_size": (1, 2, 3)}, TypeError, r"window_size must be \(left, right\)"),
+        ({"sink": 0.5}, TypeError, "sink must be a torch.Tensor, not float"),
     ],
 )
 def test_caches_that_do_not_fit(settings: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         flashwright.flash_attn_varlen_func(*tensors(), **settings)
+
+
+def test_rows_of_no_sequence_are_zeros_on_the_cpu() -> None:
+    q, *others = tensors()
+    wanted, logs = flashwright.flash_attn_varlen_func(q, *others, return_softmax_lse=True)
+    more = torch.cat((q, torch.full_like(q[:5], torch.nan)))
+    out, lse = flashwright.flash_attn_varlen_func(more, *others, return_softmax_lse=True)
+    assert torch.equal(out, torch.cat((wanted, torch.zeros_like(q[:5]))))
+    assert torch.equal(lse, torch.cat((logs, torch.full((4, 5), -torch.inf)), dim=1))
+
+
+def test_an_output_of_fp8_is_bf16() -> None:
+    given = tensors()
+    narrow = [x.to(torch.float8_e4m3fn) for x in given[:3]]
+    out = flashwright.flash_attn_varlen_func(*narrow, *given[3:])
+    wanted = flashwright.flash_attn_varlen_func(*(x.bfloat16() for x in narrow), *given[3:])
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, wanted)
 
 
 def test_keys_in_a_cache_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

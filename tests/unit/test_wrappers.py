@@ -168,12 +168,116 @@ def test_a_graph_finds_later_plans_where_the_first_was() -> None:
         ({"custom_mask": torch.ones(9)}, "custom_mask"),
         ({"fixed_split_size": 64}, "fixed_split_size"),
         ({"q_data_type": "float16", "o_data_type": torch.bfloat16}, "o_data_type"),
+        ({"block_extend_offset": torch.zeros(1)}, "block_extend_offset"),
     ],
 )
 def test_what_no_kernel_does_is_said(settings: dict[str, Any], message: str) -> None:
     wrapper = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
     with pytest.raises(NoKernel, match=message):
         wrapper.plan(starts(QUERIES), *pages_of(LENGTHS)[1], *SIZES, PAGE, **settings)
+
+
+def test_arguments_without_effect_change_nothing() -> None:
+    cache, lists, _ = pages_of(LENGTHS)
+    q = torch.randn(sum(QUERIES), HEADS, WIDTH).half()
+    hints = {"use_fp16_qk_reduction": True, "rope_scale": 2.0, "rope_theta": 5e5}
+    more = {"non_blocking": False, "seq_lens": torch.tensor(LENGTHS), "max_sequence_kv": 33}
+    found = []
+    for settings in ({}, hints | more):
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, backend="fa2")
+        wrapper.plan(starts(QUERIES), *lists, *SIZES, PAGE, causal=True, **settings)
+        found.append(wrapper.run(q, cache, enable_pdl=bool(settings)))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, jit_args=["mine"]),
+        lambda: BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, jit_kwargs={"use_custom": 1}),
+        lambda: BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, custom_mask_buf=torch.zeros(9)),
+        lambda: BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE, mask_indptr_buf=torch.zeros(9)),
+    ],
+)
+def test_a_wrapper_for_what_no_kernel_does_is_refused(make: Any) -> None:
+    with pytest.raises(NoKernel, match="no kernel takes it"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "message"),
+    [
+        ({"head_dim_vo": 32}, {}, r"v must be \(any, 8, 2, 32\), as planned"),
+        ({"page_size": 4}, {}, r"k must be \(any, 4, 2, 64\), as planned"),
+        ({"num_kv_heads": 4}, {}, r"k must be \(any, 8, 4, 64\), as planned"),
+        ({"kv_data_type": "float8_e4m3fn"}, {}, "kv_data_type was planned as torch.float8_e4m3fn"),
+        ({"q_data_type": torch.bfloat16}, {}, "q_data_type was planned as torch.bfloat16"),
+        ({"o_data_type": torch.bfloat16}, {}, "o_data_type was planned as torch.bfloat16"),
+        ({}, {"q": torch.zeros(25, HEADS, WIDTH).half()}, "25 tokens, and 26 were planned"),
+        ({}, {"out": torch.zeros(26, HEADS, WIDTH)}, "out must be torch.float16 of shape"),
+        ({}, {"lse": torch.zeros(HEADS, 26)}, r"lse must be torch.float32 of shape \(26, 4\)"),
+        ({}, {"paged_kv_cache": torch.zeros(4, PAGE, 2, 64)}, "must have five axes"),
+    ],
+)
+def test_tensors_that_were_not_planned_are_refused(
+    settings: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    cache, lists, _ = pages_of(LENGTHS)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    sizes = {"num_qo_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim_qk": WIDTH}
+    pages = {**sizes, "page_size": PAGE, **settings}
+    planned = {"page_size": pages["page_size"]} if "page_size" in settings else {}
+    kept = lists if not planned else (lists[0], lists[1], lists[2].clamp(max=4))
+    wrapper.plan(starts(QUERIES), *kept, **pages)
+    given = {"q": torch.zeros(26, HEADS, WIDTH).half(), "paged_kv_cache": cache, **change}
+    with pytest.raises(ValueError, match=message):
+        wrapper.run(**given, return_lse=True)
+
+
+def test_types_that_were_planned_are_taken() -> None:
+    cache, lists, keys = pages_of(LENGTHS)
+    q = torch.randn(4, HEADS, WIDTH).half()
+    for types in ({"data_type": "float16"}, {"q_data_type": "half", "kv_data_type": torch.half}):
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+        wrapper.plan(*lists, *SIZES, PAGE, **types)
+        close(wrapper.run_return_lse(q, cache), wanted_of(q, [1] * 4, keys))
+    wrapper.plan(*lists, *SIZES, PAGE, data_type="bfloat16")
+    with pytest.raises(ValueError, match="q_data_type was planned as"):
+        wrapper.run(q, cache)
+
+
+def test_values_of_another_width() -> None:
+    keys = [
+        (torch.randn(n, KV_HEADS, WIDTH).half(), torch.randn(n, KV_HEADS, 32).half())
+        for n in LENGTHS
+    ]
+    q = torch.randn(sum(QUERIES), HEADS, WIDTH).half()
+    k, v = (torch.cat(parts) for parts in zip(*keys, strict=True))
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE, "HND")
+    wrapper.plan(starts(QUERIES), starts(LENGTHS), *SIZES, head_dim_vo=32)
+    found = wrapper.run(q, k.transpose(0, 1), v.transpose(0, 1))
+    rows = zip(q.split(QUERIES), keys, strict=True)
+    turned = ([x.transpose(0, 1)[None] for x in (rows_of, *pair)] for rows_of, pair in rows)
+    wanted = [flashwright.attention(*given)[0].transpose(0, 1) for given in turned]
+    torch.testing.assert_close(found, torch.cat(wanted), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({0: starts([3, 0, 16])}, "qo_indptr has 3 sequences, and paged_kv_last_page_len 4"),
+        ({0: torch.tensor([0, 5, 3, 6, 9]).int()}, "qo_indptr must rise"),
+        ({1: torch.tensor([0, 2, 1, 3, 8]).int()}, "indptr must rise"),
+        ({1: starts([1, 0, 2, 9])}, "indptr ends at 12, and the list has 8 entries"),
+        ({3: torch.tensor([5, 0, 9, 1]).int()}, "last_page_len must be 1 to 8, the page size"),
+        ({3: torch.tensor([5, 0, 0, 1]).int()}, "last_page_len must be 1 to 8, the page size"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(change: dict[int, Any], message: str) -> None:
+    given = [starts(QUERIES), *pages_of(LENGTHS)[1]]
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    with pytest.raises(ValueError, match=message):
+        wrapper.plan(*(change.get(n, x) for n, x in enumerate(given)), *SIZES, PAGE)
 
 
 def test_a_wrong_order_and_wrong_sizes_are_said() -> None:

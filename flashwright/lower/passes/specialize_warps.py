@@ -48,7 +48,12 @@ from flashwright.lower.report import (
     param_lines,
 )
 from flashwright.lower.targets.hopper import copies, line_of
-from flashwright.lower.targets.shared_memory import BARRIERS, with_landing_tiles, with_two_stages
+from flashwright.lower.targets.shared_memory import (
+    BARRIERS,
+    has_room,
+    with_landing_tiles,
+    with_two_stages,
+)
 from flashwright.lower.term import ZERO, RingStage, Term
 from flashwright.program.program import Key, Program
 from flashwright.program.vocabulary import DTYPES
@@ -83,6 +88,10 @@ def specialize_warps(
     if more is None:
         text = "no wgmma: shared memory has no room to transpose an fp8 tile in"
         report.remark(NO_WGMMA, text, line_of(body, ir.Load))
+        return None
+    if not has_room(more, gpu):
+        text = "no wgmma: shared memory has no room for the barriers of its rings beside the tiles"
+        report.remark(NO_WGMMA, text, line_of(body, ir.Load), "fewer stages leave some")
         return None
     whole = shared_operands(more, gpu, body, split, names)
     if whole is None:

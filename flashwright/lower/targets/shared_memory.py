@@ -6,9 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashwright.gpu import Gpu
+from flashwright.lang.nodes import If
 from flashwright.lower import ir
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.printing.rules import through_epilogue
+from flashwright.lower.report import NO_QUEUE, Report
 from flashwright.lower.targets.atoms import shared_layout
 from flashwright.program.program import Buffer, Key, Program
 
@@ -27,7 +29,7 @@ def with_landing_tiles(program: Program, gpu: Gpu, transposed: frozenset[Key]) -
     most = max(program.buffers[key].stages for key in transposed)
     for stages in range(most, 0, -1):
         made = replace(program, buffers=_buffers(program, transposed, stages))
-        if _needed(made) <= gpu.shared_per_block:
+        if has_room(made, gpu):
             return made
     return None
 
@@ -39,14 +41,14 @@ def with_two_stages(program: Program, gpu: Gpu, keys: frozenset[Key]) -> Program
         for k, b in program.buffers.items()
     }
     made = replace(program, buffers=buffers)
-    return made if _needed(made) <= gpu.shared_per_block else program
+    return made if has_room(made, gpu) else program
 
 
 def with_more(program: Program, gpu: Gpu, key: Key, buffer: Buffer) -> Program | None:
     """The program with one shared tile more, of as many stages as fit, if one does."""
     for stages in range(buffer.stages, 0, -1):
         more = {**program.buffers, key: replace(buffer, stages=stages)}
-        if _needed(made := replace(program, buffers=more)) <= gpu.shared_per_block:
+        if has_room(made := replace(program, buffers=more), gpu):
             return made
     return None
 
@@ -60,18 +62,29 @@ def _buffers(program: Program, transposed: frozenset[Key], stages: int) -> dict[
     return out
 
 
-def _needed(program: Program) -> int:
+def has_room(program: Program, gpu: Gpu) -> bool:
+    """Whether the tiles and the barriers of their rings fit in shared memory."""
     stages = {key: buffer.stages for key, buffer in program.buffers.items()}
     shared = sum(stages[key] for key in stages if key[1] == "shared")
-    return shared_layout(program, stages)[1] + BARRIERS * shared
+    return shared_layout(program, stages)[1] + BARRIERS * shared <= gpu.shared_per_block
 
 
-def with_queue(gpu: Gpu, kernel: ir.Kernel, begin: int) -> tuple[ir.Kernel, int]:
+def with_queue(
+    program: Program, gpu: Gpu, kernel: ir.Kernel, begin: int, report: Report
+) -> tuple[ir.Kernel, int]:
     """The kernel, and where in shared memory its queue of tiles ends, if it has one. Without room
-    for it, it goes through the whole grid."""
-    if kernel.sequences is None or begin + QUEUE > gpu.shared_per_block:
-        return replace(kernel, sequences=None), begin
-    return kernel, begin + QUEUE
+    for it, it goes through the whole grid, and the report says so."""
+    if kernel.sequences is None:
+        return kernel, begin
+    if begin + QUEUE <= gpu.shared_per_block:
+        return kernel, begin + QUEUE
+    text = (
+        f"tiles of packed sequences are not taken from a queue: {gpu.shared_per_block - begin} "
+        f"bytes of shared memory are left, and it needs {QUEUE}"
+    )
+    line = next(s.span.line for s in program.tree.body if isinstance(s, If))
+    report.remark(NO_QUEUE, text, (line, line), "fewer stages leave more")
+    return replace(kernel, sequences=None), begin
 
 
 def epilogue_offset(
