@@ -373,6 +373,7 @@ def test_keyword_arguments(given: Any, settings: tuple[Any, ...], extras: tuple[
         ({"attention_mask": mask_of(CAUSAL, 30, 31)}, "the mask is for 30 queries and 31 keys"),
         ({"attention_mask": torch.ones(2, 30)}, "a tensor of 2 axes"),
         ({"attention_mask": "causal"}, "attention_mask is a str"),
+        ({"sliding_window": 9, "is_causal": False}, "Pass the model an attention_mask"),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], told: str) -> None:

@@ -1,9 +1,9 @@
-"""A number that all scores of a row have in common goes into the maximum and the exponent instead.
+"""A number that all scores of a row have in common moves from the scores to the maximum.
 
 `S + Gate[q] - Gate[k]` adds a row's number to each of its scores, and the softmax takes it away
-again: exp(S + r - max(S + r)) is exp(S - (m - r)) with m = max(S) + r. Two operations for a row, in
-place of one for each score. The maximum that the program keeps, and so the log-sum-exp, has the
-number as before.
+again: exp(S + r - max(S + r)) is exp(S - max(S)). So the loop does without it: the running maximum
+begins lower by r, and gets r back behind the loop, where the log-sum-exp reads it. If r is -inf,
+the maximum begins above every score, and the row sees no key, as it should.
 
 This is done only where the number is added to the score itself, as in (S + r) - c, whose rounding
 is that of S - c. In S + (r - c) two large numbers may cancel first: that stays as it is written.
@@ -12,7 +12,7 @@ is that of S - c. In S + (r - c) two large numbers may cancel first: that stays 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from flashwright.lower import ir
 from flashwright.lower.element import (
@@ -24,37 +24,54 @@ from flashwright.lower.element import (
     Reduce,
     axes_of,
     leaves,
+    literal,
     variable,
 )
 from flashwright.lower.passes.effects import effects
 from flashwright.lower.passes.partial_sums import reads
 from flashwright.lower.term import At, Var
 
+ABOVE = literal(1e30)
+"""More than any score."""
+LOWER = "The scores of the loop have no {}: the maximum is lower by it."
+
 
 def move_row_terms(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
-    """The loops with such numbers added once for each row."""
+    """The program, or a part of it, with such numbers outside of its loops."""
     out: list[ir.Statement] = []
-    for node in body:
-        if isinstance(node, ir.Loop):
-            node = replace(node, body=_moved(move_row_terms(node.body)))
-        elif isinstance(node, ir.Branch):
+    for place, node in enumerate(body):
+        if isinstance(node, ir.Branch):
             then, orelse = move_row_terms(node.then), move_row_terms(node.orelse)
             node = replace(node, then=then, orelse=orelse)
+        elif isinstance(node, ir.Loop):
+            node = replace(node, body=move_row_terms(node.body))
+            found = _found(node)
+            if found is not None and not _read(body[place + 1 :], found.passing):
+                out += found.around(node)
+                continue
         out.append(node)
     return tuple(out)
 
 
-def _moved(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
-    for place, node in enumerate(body):
+def _read(body: Sequence[ir.Statement], vectors: Sequence[Leaf]) -> bool:
+    names = {variable(v) for v in vectors}
+    return any(effects(node).reads & names for node in body)
+
+
+def _found(loop: ir.Loop) -> _Moved | None:
+    """The first number that can leave a loop's scores."""
+    for place, node in enumerate(loop.body):
         if not isinstance(node, ir.Compute) or node.unless is not None or len(node.assigns) != 1:
             continue
         (assign,) = node.assigns
         found = _term(assign.value, assign.target) if assign.target.axes == TILE else None
-        rest = _Rest(assign, found[1]).rewritten(body[place + 1 :]) if found else None
-        if found and rest:
-            made = replace(node, assigns=(replace(assign, value=found[0]),))
-            return (*body[:place], made, *_moved(rest))
-    return body
+        if found is None:
+            continue
+        made = replace(node, assigns=(replace(assign, value=found[0]),))
+        moved = _Moved(assign.target, found[1], (*loop.body[:place], made, *loop.body[place + 1 :]))
+        if moved.holds(place):
+            return moved
+    return None
 
 
 def _term(value: Element, scores: Leaf) -> tuple[Element, Element] | None:
@@ -80,84 +97,112 @@ def _of_row(x: Element) -> bool:
     return axes_of(x) == ROW and all(isinstance(leaf.term, At | Var) for leaf in leaves(x))
 
 
-class _Rest:
-    """The statements behind the one that added the number."""
+@dataclass
+class _Moved:
+    """A loop whose scores lack a number of their row."""
 
-    def __init__(self, assign: ir.Assign, term: Element) -> None:
-        self.scores, self.term = assign.target, term
-        self.kept = set(leaves(term))
-        self.done = False
-        """Whether the scores have become weights."""
+    scores: Leaf
+    number: Element
+    body: tuple[ir.Statement, ...]
+    carried: dict[Leaf, ir.Assign] = field(default_factory=dict)
+    """The running maxima, each with an assignment to it."""
+    maxima: list[Leaf] = field(default_factory=list)
+    """All values that are lower by the number, with those."""
 
-    def rewritten(self, body: Sequence[ir.Statement]) -> tuple[ir.Statement, ...] | None:
-        """They all; None where scores are used for more than a softmax."""
-        out: list[ir.Statement] = []
-        for node in body:
-            if not self.done:
-                made = self._statement(node)
-                if made is None:
-                    return None
-                node = made
-            out.append(node)
-        return tuple(out) if self.done else None
+    @property
+    def passing(self) -> list[Leaf]:
+        """Maxima of one iteration."""
+        return [v for v in self.maxima if v not in self.carried and isinstance(v.term, At)]
 
-    def _statement(self, node: ir.Statement) -> ir.Statement | None:
-        if not isinstance(node, ir.Compute):
-            used = effects(node)
-            held = {variable(leaf) for leaf in self.kept}
-            return None if variable(self.scores) in used.all or held & used.writes else node
-        assigns: list[ir.Assign] = []
-        for assign in node.assigns:
-            made = assign if self.done else self._assign(assign, node)
-            if made is None:
-                return None
-            assigns.append(made)
-        return replace(node, assigns=tuple(assigns))
+    def holds(self, place: int) -> bool:
+        """Whether scores are used for one softmax alone, and maxima for nothing else."""
+        written = frozenset().union(*(effects(n).writes for n in self.body))
+        if written & {variable(leaf) for leaf in leaves(self.number)}:
+            return False
+        weights = False
+        for node in self.body[place + 1 :]:
+            names = {variable(v) for v in (self.scores, *self.maxima)}
+            if not isinstance(node, ir.Compute):
+                if effects(node).all & names and not (weights and self._of_weights(node)):
+                    return False
+                continue
+            for assign in node.assigns:
+                known = self._maximum(assign) or self._cancels(assign.value)
+                if not known and not (self._weights(assign, node) and not weights):
+                    return False
+                if not weights and not self._scores_stay(assign, node):
+                    return False
+                weights = weights or self._weights(assign, node)
+        return weights and bool(self.carried) and self._known(place)
 
-    def _assign(self, assign: ir.Assign, node: ir.Compute) -> ir.Assign | None:
-        if assign.target in self.kept:
-            return None
-        if assign.target != self.scores:
-            used = sum(leaf == self.scores for leaf in leaves(assign.value))
-            if used != _maxima(assign.value, self.scores):
-                return None
-            return replace(assign, value=self._with_maxima(assign.value))
+    def _known(self, place: int) -> bool:
+        """Whether every running maximum is assigned in the loop, and not read before the scores."""
+        assigns = [a for n in self.body if isinstance(n, ir.Compute) for a in n.assigns]
+        self.carried = {a.target: a for a in assigns if a.target in self.carried}
+        names = {variable(v) for v in self.maxima}
+        early = (effects(n).all & names for n in self.body[:place])
+        return bool(self.carried) and not any(early)
+
+    def _of_weights(self, node: ir.Statement) -> bool:
+        """Whether a statement touches what were scores, and no maximum."""
+        return not effects(node).all & {variable(v) for v in self.maxima}
+
+    def _maximum(self, assign: ir.Assign) -> bool:
+        """Whether a value is a maximum of scores, or a copy of one."""
         match assign.value:
-            case Op("where", (seen, held, Leaf(value=value))) if (
-                held == self.scores and value == -float("inf") and not reads(seen, self.scores)
-            ):
-                return assign
-            case Op("exp2", (Op("-", (x, y)),)) if node.unless is None and axes_of(y) <= ROW:
-                lowered = self._lowered(x, y)
-                self.done = lowered is not None
-                return None if lowered is None else replace(assign, value=lowered)
-        return None
+            case Op("max", (Leaf() as held, Reduce("max", arg))) if arg == self.scores:
+                self.carried.setdefault(held, assign)
+                self.maxima += [v for v in (held, assign.target) if v not in self.maxima]
+                return axes_of(held) == ROW
+            case Leaf() if assign.value in self.maxima:
+                self.maxima += [] if assign.target in self.maxima else [assign.target]
+                return True
+        return False
 
-    def _lowered(self, x: Element, y: Element) -> Element | None:
-        """exp2 of a score times a factor, less the maximum: the number leaves the maximum."""
+    def _cancels(self, x: Element) -> bool:
+        """Whether maxima are used as differences alone."""
         match x:
-            case Op("*", (held, Leaf() as factor)) if held == self.scores and factor != held:
-                less: Element = Op("*", (self.term, factor))
-            case Leaf() if x == self.scores:
-                less = self.term
-            case _:
-                return None
-        return Op("exp2", (Op("-", (x, Op("-", (y, less)))),))
+            case Leaf():
+                return x not in self.maxima
+            case Op("-", (a, b)) if a in self.maxima and b in self.maxima:
+                return True
+            case Op(_, args):
+                return all(map(self._cancels, args))
+            case Reduce(_, arg):
+                return self._cancels(arg)
 
-    def _with_maxima(self, x: Element) -> Element:
-        match x:
-            case Op(op, args):
-                return Op(op, tuple(self._with_maxima(a) for a in args))
-            case Reduce("max", arg) if arg == self.scores:
-                return Op("+", (x, self.term))
-        return x
+    def _weights(self, assign: ir.Assign, node: ir.Compute) -> bool:
+        """Whether scores become weights: exp2 of a score less the maximum, both with a factor."""
+        if assign.target != self.scores or node.unless is not None:
+            return False
+        match assign.value:
+            case Op("exp2", (Op("-", (Op("*", (x, Leaf() as a)), Op("*", (y, b)))),)) if a == b:
+                return x == self.scores and y in self.maxima
+            case Op("exp2", (Op("-", (x, y)),)):
+                return x == self.scores and y in self.maxima
+        return False
 
+    def _scores_stay(self, assign: ir.Assign, node: ir.Compute) -> bool:
+        """Whether scores are masked, become weights, or are looked at for their maximum alone."""
+        match assign.value:
+            case Op("where", (seen, held, Leaf(value=value))) if assign.target == self.scores:
+                hidden = held == self.scores and value == -float("inf")
+                return hidden and not reads(seen, self.scores)
+        if assign.target == self.scores:
+            return self._weights(assign, node)
+        return self._maximum(assign) or not reads(assign.value, self.scores)
 
-def _maxima(x: Element, tile: Leaf) -> int:
-    """How often an expression has the maximum of a tile's rows."""
-    match x:
-        case Op(_, args):
-            return sum(_maxima(a, tile) for a in args)
-        case Reduce("max", arg):
-            return int(arg == tile)
-    return 0
+    def around(self, loop: ir.Loop) -> list[ir.Statement]:
+        """The loop, between what lowers its running maxima and what raises them again."""
+        before: list[ir.Statement] = []
+        after: list[ir.Statement] = []
+        named = LOWER.format(" or ".join(sorted({variable(x) for x in leaves(self.number)} - {""})))
+        for held, assign in self.carried.items():
+            assert assign.buffer is not None
+            lower = Op("min", (Op("-", (held, self.number)), ABOVE))
+            for part, value in ((before, lower), (after, Op("+", (held, self.number)))):
+                made = ir.Assign(held, value, assign.buffer)
+                note = named if part is before else ""
+                shape = assign.buffer.shape
+                part.append(ir.Compute(shape, (made,), note=note, origin=loop.origin.untitled))
+        return [*before, replace(loop, body=self.body), *after]
