@@ -369,8 +369,8 @@ def layer_call(
             known = SpecMask(True, sliding_window)
         elif sliding_window is not None and sliding_window < key.shape[2]:
             raise ValueError(
-                f"a layer that looks both ways, with a window of {sliding_window} and no mask: what the "
-                "window hides is not told. Pass the model an attention_mask"
+                f"a layer that looks both ways, with a window of {sliding_window} and no mask: "
+                "what the window hides is not told. Pass the model an attention_mask"
             )
         shape, last = (*query.shape[:3], key.shape[2]), key.shape[2] - 1
         keys = key_range(known, shape, last, None, query.device)

@@ -391,7 +391,7 @@ class _Completion:
         """The same with Q copied on to registers, and multiplied from there."""
         place = next(n for n, s in enumerate(body) if isinstance(s, Copy)) + 1
         self.shapes["Q"] = self.copied["Q"]
-        held = {Name("Q_shared"): Name("Q_register")}
+        held: dict[Expr, Expr] = {Name("Q_shared"): Name("Q_register")}
         rest = tuple(substituted(stmt, held) for stmt in body[place:])
         return (*body[:place], line("Copy Q from shared to register"), *rest)
 

@@ -38,8 +38,8 @@ class Choice(BaseModel):
     v_dim: int
     causal: bool
     beyond: tuple[str, ...] = ()
-    """Additions to plain attention: options, a `window`, the `sinks` before it; `wide_scores` have a
-    number in fp32 each."""
+    """Additions to plain attention: options, a `window`, the `sinks` before it; `wide_scores`
+    have a number in fp32 each."""
     up_to: int | None = Field(None, ge=1)
     """The most keys it serves; None for the main choice, which serves all other lengths."""
     bm: int = Field(alias="BM")
