@@ -366,15 +366,11 @@ def test_another_form_is_looked_at(on_gpu: Any) -> None:
             on_gpu(**given | change)
 
 
+@pytest.mark.slow
 @needs_compilers
 @pytest.mark.parametrize(
     ("gpu", "page", "queries"),
-    [
-        ("h200", None, 2),
-        pytest.param("h200", 16, 2, marks=pytest.mark.slow),
-        pytest.param("a100", 64, 2, marks=pytest.mark.slow),
-        pytest.param("h200", 16, 5, marks=pytest.mark.slow),
-    ],
+    [("h200", None, 2), ("h200", 16, 2), ("a100", 64, 2), ("h200", 16, 5)],
 )
 def test_the_kernels_compute_it(gpu: str, page: int | None, queries: int) -> None:
     """Compiled, and under emulation: two queries a sequence, or a tree of five; seven heads in a

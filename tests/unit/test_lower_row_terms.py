@@ -83,7 +83,7 @@ def test_scores_that_something_else_reads_keep_it() -> None:
 
 
 @needs_compilers
-@pytest.mark.parametrize("gpu", ["a100", "h200"])
+@pytest.mark.parametrize("gpu", [pytest.param("a100", marks=pytest.mark.slow), "h200"])
 def test_results_are_those_of_the_program(gpu: str) -> None:
     """Also of rows whose number is large, or hides all keys."""
     text = gated("S * Scale + Gate - Past", allocate=SUMS, end=STORE_SUMS).replace("fp16", "bf16")

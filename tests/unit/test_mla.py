@@ -121,6 +121,7 @@ def program(**settings: Any) -> Kernels:
     return Kernels(verdict.kernels)
 
 
+@pytest.mark.slow
 def test_a_key_is_copied_once() -> None:
     """The tile of the latent part serves both products; two warpgroups share its columns."""
     first, second = program().programs

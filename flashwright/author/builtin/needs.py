@@ -174,9 +174,10 @@ def holds_queries(workload: Workload, tiling: Tiling, gpu: Gpu) -> bool:
     """Whether Q is multiplied from registers: where each score has a number of its own, which comes
     through shared memory as well, and a step has few keys. On an H200 a bias in fp32 (d128) takes
     0.88 to 0.94 of the time."""
-    by_wgmma = uses_wgmma(workload, tiling, gpu) and workload.element_bytes == 2
+    if not workload.score_bytes or tiling.bn > FEW_KEYS or workload.element_bytes != 2:
+        return False
     several = gpu.beside(tiling.bm, tiling.warps) > 1
-    return by_wgmma and workload.score_bytes > 0 and tiling.bn <= FEW_KEYS and not several
+    return uses_wgmma(workload, tiling, gpu) and not several
 
 
 # --- shared memory and registers ---------------------------------------------------------------
