@@ -211,7 +211,7 @@ def test_many_lengths_heads_and_options(data: st.DataObject) -> None:
 
 
 def tried(data: st.DataObject) -> None:
-    variant = data.draw(st.sampled_from(sorted(VARIANTS)))
+    variant = data.draw(st.sampled_from(sorted(VARIANTS.keys() - {"mla-decode"})))  # test_mla.py
     head_dim = data.draw(st.sampled_from(head_dims(variant)))
     dtype = data.draw(st.sampled_from(DTYPES))
     spec = data.draw(st.sampled_from(specs(variant, head_dim, dtype)))
