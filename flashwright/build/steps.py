@@ -169,10 +169,13 @@ def joined(plans: Iterable[LaunchPlan], scratch: Sequence[str]) -> LaunchPlan:
     memory are those of the first."""
     plans = tuple(plans)
     written = {t.name for plan in plans for t in plan.tensors if t.written}
+    both = {t.name for plan in plans for t in plan.tensors if t.read and t.written}
+    kept = both - {*scratch}  # in place: the caller's, and changed
     found: dict[str, PlanTensor] = {}
     for tensor in (t for plan in plans for t in plan.tensors):
         before = found.get(tensor.name, tensor)
-        new = {"read": tensor.name not in written, "written": tensor.name in written}
+        given = tensor.name not in written or tensor.name in kept
+        new = {"read": given, "written": tensor.name in written}
         vector = max(tensor.vector, before.vector)
         found[tensor.name] = tensor.model_copy(update={**new, "vector": vector})
     rank = dict.fromkeys(scratch, 2)

@@ -24,7 +24,7 @@ def check_between(programs: Sequence[Program]) -> Iterator[Diagnostic]:
     for number, program in enumerate(programs):
         for tensor in program.outputs:
             name, stores = tensor.name, _stores(program, tensor.name)
-            if tensor.read:
+            if tensor.read and not tensor.kept:
                 text = f"`{name}` is read and written by one kernel"
                 hint = "thread blocks do not see each other: write it in an earlier kernel"
                 yield Diagnostic("FW612", text, _reads(program, name)[0], help=hint)
@@ -58,6 +58,27 @@ def check_fragments(programs: Sequence[Program]) -> Iterator[Diagnostic]:
             text = f"`{tensor.name}` is in fragments, but the caller passes it"
             hint = "only tensors that one kernel writes and a later one reads lie in fragments"
             yield Diagnostic("FW612", text, tensor.declared.span, help=hint)
+
+
+def check_in_place(programs: Sequence[Program]) -> Iterator[Diagnostic]:
+    """Findings about tensors in place: one kernel stores to them, and does not read them."""
+    kernels = Kernels(tuple(programs))
+    written = {t.name for t in kernels.outputs}
+    for tensor in (t for p in programs for t in p.tensors.values() if t.declared.in_place):
+        if tensor.name not in written:
+            text = f"`{tensor.name}` is in place, and no Copy stores to it"
+            hint = "leave `in place` out"
+            yield Diagnostic("FW205", text, tensor.declared.span, help=hint)
+    for program in programs:
+        for tensor in (t for t in program.outputs if t.kept):
+            adds = [s.span for s in _stores(program, tensor.name) if s.adds]
+            if adds:
+                text = f"`{tensor.name}` is in place: it is stored to, not added to"
+                yield Diagnostic("FW205", text, adds[0], help="leave `in place` out")
+            elif tensor.read:
+                text = f"`{tensor.name}` is read and written by one kernel"
+                hint = "thread blocks do not see each other: read it in another kernel"
+                yield Diagnostic("FW612", text, _reads(program, tensor.name)[0], help=hint)
 
 
 def check_turns(programs: Sequence[Program]) -> Iterator[Diagnostic]:

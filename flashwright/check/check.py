@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from flashwright.check.between import (
     check_between,
     check_fragments,
+    check_in_place,
     check_shared,
     check_turns,
 )
@@ -63,15 +64,22 @@ def check(
     parts = split_kernels(tree)
     if len(parts) == 1:
         one = _kernel(tree, gpu, dims or {}, found)
-        shown = [] if part else [*check_fragments(one.kernels), *check_turns(one.kernels)]
+        shown = [] if part else [*_outside(one.kernels)]
         return _verdict("code", [*one.diagnostics, *shown], one.kernels) if shown else one
     found += check_shared(tree, parts)
     checked = [_kernel(part, gpu, dims or {}, []) for part in parts]
     found += [d for one in checked for d in one.diagnostics]
     programs = tuple(p for one in checked for p in one.kernels)
     if len(programs) == len(parts):
-        found += [*check_between(programs), *check_fragments(programs), *check_turns(programs)]
+        found += [*check_between(programs), *_outside(programs)]
     return _verdict("code", found, programs)
+
+
+def _outside(programs: Sequence[Program]) -> Iterator[Diagnostic]:
+    """Findings about tensors as the caller, or another kernel, has them."""
+    yield from check_fragments(programs)
+    yield from check_in_place(programs)
+    yield from check_turns(programs)
 
 
 def _kernel(

@@ -23,8 +23,8 @@ from flashwright.semantics.worlds import (
     OF_SIZES,
     OF_SUMS,
     World,
+    equally_long,
     is_length,
-    ranging,
     resized,
     worlds,
 )
@@ -120,13 +120,13 @@ def problems(program: Program, given: Mapping[str, int]) -> Iterator[dict[str, i
     reach = _longest_reach(program, cols)
     if reach:
         lengths.append((one, rows + 3, reach + 3 * cols + 1))
-    ranged = {about.length: about.longest for about in ranging(program).values()}
+    alike = set(equally_long(program))
     for heads, q_len, kv_len in lengths:
         dims = {**others, **given, **heads, "q_len": q_len, "kv_len": kv_len}
-        for length, longest in ranged.items():
+        for length, longest in program.longest_ranges.items():
             # all ranges but one are as long as the longest
             if isinstance(length, Name) and length.id != longest:
-                less = dims[longest] // 2 if dims["batch"] > 1 else 0
+                less = dims[longest] // 2 if dims["batch"] > 1 and length not in alike else 0
                 dims[length.id] = dims["batch"] * dims[longest] - less
         yield dims
 
@@ -167,7 +167,7 @@ def _longest_reach(program: Program, cols: int) -> int:
 
 
 def _written_once(machine: Machine) -> Iterator[Diagnostic]:
-    """FW610 for outputs with an element that is not stored exactly once."""
+    """FW610 for outputs with an element that is not stored exactly once, or, in place, twice."""
     if not machine.program.outputs:
         body = machine.program.tree.body  # a comment at its end may be the next kernel's
         last = next((s for s in reversed(body) if not isinstance(s, Comment)), body[-1])
@@ -179,12 +179,16 @@ def _written_once(machine: Machine) -> Iterator[Diagnostic]:
             continue  # a view: the rest of the memory is unknown here; or it begins at 0
         shape = _shape(tensor, machine)
         stores = [(r, s) for n, r, s in machine.stores if n == tensor.name]
+        if tensor.kept:  # data say where, so a place may be beyond the end
+            ends = [[begin + size for begin, size in r] for r, _ in stores]
+            shape = [max(sizes) for sizes in zip(shape, *ends, strict=True)]
         count = np.zeros(_coarse(shape, [r for r, _ in stores]), dtype=np.int32)
         cuts = _cuts(shape, [r for r, _ in stores])
         for region, _ in stores:
             count[tuple(_slice(r, c) for r, c in zip(region, cuts, strict=True))] += 1
-        if count.size and (count != 1).any():
-            place = np.argwhere(count != 1)[0]
+        wrong = count > 1 if tensor.kept else count != 1
+        if wrong.any():
+            place = np.argwhere(wrong)[0]
             times = int(count[tuple(place)])
             where = ", ".join(
                 f"{a.label} = {cut[p]}" for a, cut, p in zip(tensor.axes, cuts, place, strict=True)

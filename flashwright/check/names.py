@@ -187,6 +187,12 @@ class Names:
         if stmt.fragments and (stmt.space != "global" or dtype != "fp32" or stmt.offset):
             text = "`in fragments` applies only to a tensor in global memory, in fp32, no view"
             self.error("FW205", text, stmt.span, help="leave `in fragments` out")
+        if stmt.in_place and (stmt.space != "global" or stmt.fragments or stmt.offset):
+            text = "`in place` applies only to a tensor in global memory, no view"
+            self.error("FW205", text, stmt.span, help="leave `in place` out")
+        if stmt.strided and (stmt.space != "global" or stmt.fragments or stmt.offset):
+            text = "`strided` applies only to a tensor in global memory, no view"
+            self.error("FW205", text, stmt.span, help="leave `strided` out")
 
     def _dtype(self, name: Name | None, default: str) -> str:
         if name is None:

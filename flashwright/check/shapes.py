@@ -424,10 +424,13 @@ def _pages(stmt: Copy, tiled: list[str], tensor: Tensor, names: Names) -> Iterat
     if not naming:
         return
     rows, size = tiled[0], next(a.size for a in tensor.axes if a.label == tiled[0])
-    if stmt.dest == "global" and [c.value for c in naming] != [Name(PAGE)]:
-        text = f"pages that `{PAGE}` does not name by itself are read, not written"
-        hint = f"rows are stored in pages along an axis: `{naming[0].axis.id} = {PAGE}`"
-        yield Diagnostic("FW305", text, naming[0].span, help=hint)
+    kept = tensor.declared.in_place
+    if stmt.dest == "global" and [c.value for c in naming] != [Name(PAGE)] and not kept:
+        text = f"data name the pages that are written, so `{tensor.name}` keeps what others hold"
+        where = (Label(tensor.declared.span, "allocated here"),)
+        place = f"{naming[0].axis.id} = {PAGE}"
+        hint = f"add `in place` to its Allocate, or store along an axis: `{place}`"
+        yield Diagnostic("FW305", text, naming[0].span, secondary=where, help=hint)
     elif stmt.adds:
         yield Diagnostic("FW305", "rows in pages are stored, not added to", naming[0].span)
     for coord in (c for c in naming if c.axis.id in tiled):

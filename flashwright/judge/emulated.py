@@ -148,8 +148,8 @@ class Posed:
     """The outputs in fp64; empty without a spec."""
 
     def tensors(self) -> dict[str, Array]:
-        """The inputs, and new outputs full of NaN bits."""
-        return {**self.inputs, **new_outputs(self.outputs)}
+        """The inputs, and new outputs."""
+        return {**self.inputs, **new_outputs(self.outputs, self.inputs)}
 
 
 def pose(
@@ -260,7 +260,7 @@ class Emulator(Sandbox):
     ) -> Called:
         assert self.served is not None
         start = time.monotonic()
-        tensors = {**inputs, **new_outputs(outputs)}
+        tensors = {**inputs, **new_outputs(outputs, inputs)}
         for name in (name for name in self.served.zeroed if name in outputs):
             tensors[name][...] = np.zeros((), tensors[name].dtype)  # as the launcher does
         for package in self.served.pick(dims):
@@ -292,9 +292,14 @@ class Emulator(Sandbox):
             self.found.append(FaultyLaunch(package, done.findings, used, dims, schedule))
 
 
-def new_outputs(outputs: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Array]:
-    """New outputs full of NaN bits."""
-    return {name: poisoned(shape, dtype) for name, (shape, dtype) in outputs.items()}
+def new_outputs(
+    outputs: Mapping[str, tuple[Sequence[int], str]], inputs: Mapping[str, Array]
+) -> dict[str, Array]:
+    """New outputs full of NaN bits; those in place have what the inputs say."""
+    return {
+        name: inputs[name].copy() if name in inputs else poisoned(shape, dtype)
+        for name, (shape, dtype) in outputs.items()
+    }
 
 
 def launch(

@@ -53,7 +53,12 @@ def form_of(candidate: Candidate, spec: AttentionSpec, spread: float | None = No
     `spread` is the spread of a package's scores, for a spec that does not give it.
     """
     if candidate.kind == "package":
-        return package_form(Path(candidate.where), spec, spread)
+        form = package_form(Path(candidate.where), spec, spread)
+        for tensor in form.plan.tensors:
+            if tensor.read and tensor.written:
+                text = f"the kernel changes `{tensor.name}` in place, which is judged by emulation"
+                raise Failed(Diagnostic("FW904", text, help="flashwright verify ... --on cpu"))
+        return form
     if spec.backward:
         text = "the gradients of a function cannot be judged, only those of a kernel package"
         raise Failed(Diagnostic("FW904", text, help="leave `backward` out of the spec"))
@@ -61,9 +66,11 @@ def form_of(candidate: Candidate, spec: AttentionSpec, spread: float | None = No
 
 
 def package_form(folder: Path, spec: AttentionSpec, spread: float | None = None) -> PackageForm:
-    """The form of a kernel package. All outputs of a program with several kernels are needed."""
-    optional = steps.read(folder) is None
-    return PackageForm(spec, classes.plan_of(folder), optional, spread)
+    """The form of a kernel package. All outputs of a program with several kernels are needed, and
+    what a kernel changes in place."""
+    plan = classes.plan_of(folder)
+    kept = any(t.read and t.written for t in plan.tensors)
+    return PackageForm(spec, plan, steps.read(folder) is None and not kept, spread)
 
 
 def bounds_of(candidate: Candidate) -> list[int]:

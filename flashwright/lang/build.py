@@ -190,6 +190,12 @@ class Builder:
     def fragments(self, c: list[Any]) -> tuple[str, bool]:
         return "fragments", True
 
+    def in_place(self, c: list[Any]) -> tuple[str, bool]:
+        return "in_place", True
+
+    def strided(self, c: list[Any]) -> tuple[str, bool]:
+        return "strided", True
+
     def space(self, c: list[Any]) -> Space:
         return cast(Space, c[0].type.lower())
 

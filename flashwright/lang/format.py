@@ -123,6 +123,10 @@ def _allocate(stmt: Allocate) -> str:
         text += f" along {stmt.along}"
     if stmt.fragments:
         text += " in fragments"
+    if stmt.in_place:
+        text += " in place"
+    if stmt.strided:
+        text += " strided"
     return text
 
 

@@ -198,7 +198,9 @@ class Allocate(Stmt):
     """`Allocate K in shared (BN, HeadDim) as bf16 with stages 2`.
 
     `along` says how a vector in registers lies in tiles: with an element for each row or column.
-    `in fragments`, a tensor between kernels lies in memory as the threads of an MMA hold it.
+    `in fragments`, a tensor between kernels lies in memory as the threads of an MMA hold it. An
+    output `in place` keeps what the caller has in it where nothing is stored. The last axis of a
+    `strided` tensor may have any stride.
     """
 
     name: Name
@@ -209,6 +211,8 @@ class Allocate(Stmt):
     stages: Expr | None = None
     along: Side | None = None
     fragments: bool = False
+    in_place: bool = False
+    strided: bool = False
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ _WORDS = {
     "COLUMN": "column",
     "COLUMNS": "columns",
     "FRAGMENTS": "fragments",
+    "PLACE": "place",
+    "STRIDED": "strided",
     "TURN": "turn",
 }
 _CLAUSES = {
@@ -264,7 +266,7 @@ def repeated_clause(words: list[Tok]) -> Diagnostic | None:
         if words[0].type == "COMPUTE":
             clause = kind in ("WITH", "WHERE", "AND_GET", "AND_RESCALE")
         else:
-            clause = kind in ("AS", "ALONG", "FRAGMENTS") or (
+            clause = kind in ("AS", "ALONG", "FRAGMENTS", "PLACE", "STRIDED") or (
                 kind in ("OFFSET", "STAGES") and before.type == "WITH"
             )
         if clause and kind in seen:

@@ -114,7 +114,7 @@ def _tensor(tensor: Tensor, program: Program, kernel: ir.Kernel) -> PlanTensor:
         name=tensor.name,
         dtype=tensor.dtype,
         axes=tuple(PlanAxis(label=a.label, size=_postfix(a.size, program)) for a in tensor.axes),
-        read=tensor.read,
+        read=tensor.read or tensor.kept,
         written=tensor.written,
         vector=BYTES_AT_ONCE // size if lines else 1,
         flat=tensor.offset is not None,

@@ -103,19 +103,19 @@ class Kernels:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors that the caller gives: those that no kernel writes."""
-        written = {t.name for t in self._written}
+        """The tensors that the caller gives: those that no kernel writes, or one in place."""
+        written = {t.name for t in self._written if not t.kept}
         return _each(t for p in self.programs for t in p.inputs if t.name not in written)
 
     @property
     def scratch(self) -> tuple[Tensor, ...]:
         """The tensors between the kernels: written by one, read by a later one."""
-        return tuple(t for t in self._written if t.name in self._read)
+        return tuple(t for t in self._written if t.name in self._read and not t.kept)
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
-        """The tensors that the caller gets: written, and read by no kernel."""
-        return tuple(t for t in self._written if t.name not in self._read)
+        """The tensors that the caller gets: written, and read by no kernel, or changed in place."""
+        return tuple(t for t in self._written if t.name not in self._read or t.kept)
 
     @property
     def _written(self) -> tuple[Tensor, ...]:
@@ -123,7 +123,7 @@ class Kernels:
 
     @property
     def _read(self) -> set[str]:
-        return {t.name for p in self.programs for t in p.inputs}
+        return {t.name for p in self.programs for t in p.inputs if t.read}
 
     @property
     def zeroed(self) -> tuple[Tensor, ...]:

@@ -70,6 +70,11 @@ class Tensor:
     added: bool = False
     """Whether the kernel adds to it (`and accumulate`)."""
 
+    @property
+    def kept(self) -> bool:
+        """Whether it is the caller's, and keeps what is in it where the kernel stores nothing."""
+        return self.written and self.declared.in_place
+
 
 @dataclass(frozen=True)
 class Buffer:
@@ -143,8 +148,9 @@ class Program:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors that the kernel reads."""
-        return tuple(t for t in self.tensors.values() if t.read)
+        """The tensors that the caller gives: those that the kernel reads, and those that it
+        changes in place."""
+        return tuple(t for t in self.tensors.values() if t.read or t.kept)
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:

@@ -9,10 +9,10 @@ from fractions import Fraction
 
 from flashwright.lang.diagnostic import Label
 from flashwright.lang.format import format_expr
-from flashwright.lang.nodes import Binary, Coord, Copy, Expr, Name, expressions
+from flashwright.lang.nodes import Binary, Coord, Copy, Expr, Index, Name, expressions
 from flashwright.program.fixes import rounded_down
 from flashwright.program.program import Tensor, TensorAxis
-from flashwright.program.scalars import Scalar, Unknown, Value, whole
+from flashwright.program.scalars import NotScalar, Scalar, Unknown, Value, evaluate, whole
 from flashwright.program.vocabulary import PAGE
 from flashwright.semantics.expressions import Expressions
 from flashwright.semantics.gather import scatter
@@ -103,11 +103,21 @@ class Copies:
             grouped = in_pages and self.program.page_axis(stmt) is not None
             group = self.machine.extent(axis.size) if grouped else 0
             places.append(replace(where, first=first, group=group))
-            if not tiled:
+            if not tiled and not self._part(coord, axis):
                 at[dim] = Place(start, tensor.name, stmt, chosen)
             if first is not None:
                 at[f"the range of {dim}"] = Place(first, tensor.name, stmt)
         return places, at
+
+    def _part(self, coord: Coord | None, axis: TensorAxis) -> bool:
+        """Whether an axis has a fixed number of parts and the program's text says which one: tiles
+        of other parts may be combined with it, as the halves of a rotation are."""
+        try:
+            for expr in (axis.size, *([coord.value] if coord is not None else [])):
+                evaluate(expr, self.program.params)
+        except NotScalar:
+            return False
+        return coord is not None
 
     # --- pages ---------------------------------------------------------------------------------
 
@@ -137,9 +147,19 @@ class Copies:
         coord = next((c for c in stmt.coords or () if c.axis.id == axis.label), None)
         first, extent = self._range(coord, tensor, axis)
         start = self._start(coord, None, extent, tensor, axis, stmt)
-        assert isinstance(start, int)  # with numbers, all data are known
+        if isinstance(start, Unknown):
+            assert coord is not None
+            return self._entry(coord.value, tensor), 1
         assert not isinstance(first, Unknown)
         return start + (first or 0), 1
+
+    def _entry(self, expr: Expr, tensor: Tensor) -> int:
+        """A number for a page that data name: one for each entry of the tables, since tables of
+        what is written name each page once."""
+        entries = [e for e in self.program.spelt_out(expr) if isinstance(e, Index)]
+        key = tuple((e.tensor.id, *map(self.machine.scalar, e.args)) for e in entries)
+        known = self.machine.entries.setdefault(tensor.name, {})
+        return known.setdefault(key, len(known))
 
     def _stored_pages(
         self, stmt: Copy, tensor: Tensor, places: list[Where], shape: tuple[int, ...]
@@ -147,7 +167,8 @@ class Copies:
         """The regions of a tensor that a tile with rows in pages is stored to: rows of its first
         page, whole pages, and rows of its last one."""
         outer, pages = len(places) - len(shape), self.program.page_axis(stmt)
-        assert pages is not None  # shapes.py: no table names them
+        if pages is None:
+            return [part for part, _ in self._by_page(stmt, tensor, places, shape)]
         size = self.machine.extent(tensor.axes[outer].size)
         ((begin, count),) = _region(places[outer : outer + 1])
         end, number = begin + count, tensor.axes.index(pages)
@@ -285,12 +306,16 @@ class Copies:
             have2 = tile.at.get(dim)
             if have2 is not None and have2.value != place.value:
                 self._misplaced(stmt, f"{dim} {have2.value}", f"{dim} {place.value}", have2.copy)
-        region = _region(places)
+        region, outer = _region(places), tensor.axes[: len(places) - len(tile.shape)]
         if stmt.turn is not None and not self.machine.partial:
             self._take_turn(stmt, stmt.turn, tensor, region)
         if not stmt.adds:
-            paged = self.program.paged(stmt)
-            parts = self._stored_pages(stmt, tensor, places, tile.shape) if paged else [region]
+            if self.program.paged(stmt):
+                parts = self._stored_pages(stmt, tensor, places, tile.shape)
+            elif tensor.kept:
+                parts = [(*(self._on_axis(stmt, tensor, a) for a in outer), *region[len(outer) :])]
+            else:
+                parts = [region]
             self.machine.last_stored = parts
             self.machine.stores += [(tensor.name, part, stmt) for part in parts]
         elif not any(isinstance(p.begin, Unknown) or p.chosen for p in places):

@@ -151,7 +151,7 @@ class NumPy:
             if tensor.added:
                 start = inputs.get(tensor.name, np.zeros(self.shapes[tensor.name]))
                 self.arrays[tensor.name] = np.array(start, dtype=np.float32)
-            elif tensor.read:
+            elif tensor.read or tensor.kept:
                 given = np.asarray(inputs[tensor.name])
                 kind = given.dtype if tensor.dtype == "int32" else np.float32
                 self.arrays[tensor.name] = np.ascontiguousarray(given.astype(kind))

@@ -104,6 +104,9 @@ class State:
         """What Copies have stored to. A tile whose rows lie in pages may be up to three regions."""
         self.last_stored: list[Region] = []
         """The regions of the last one."""
+        self.entries: dict[str, dict[tuple[object, ...], int]] = {}
+        """Of each tensor that is stored to where data say, a number for each place that they name.
+        """
         self.added: dict[tuple[str, Region], tuple[Tile, Copy]] = {}
         """What Copies have added to each region of a tensor: the sum as a tile, the last Copy."""
         self.turns: dict[tuple[str, Region], list[int]] = {}

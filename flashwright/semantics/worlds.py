@@ -12,7 +12,7 @@ in every world: sums.py requires nothing that depends on data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
@@ -21,6 +21,7 @@ from flashwright.lang.nodes import (
     Binary,
     Call,
     Compute,
+    Coord,
     Copy,
     Expr,
     For,
@@ -148,9 +149,41 @@ def ranging(program: Program) -> dict[str, Ranged]:
     return found
 
 
+def equally_long(program: Program) -> Iterator[Expr]:
+    """The lengths of axes whose ranges have data for where they begin alone: all of an axis are as
+    long, such as the new keys of each sequence."""
+
+    def read(expr: Expr) -> set[Expr]:
+        return {e for e in program.spelt_out(expr) if isinstance(e, Index)}
+
+    for _, coord, length in program.ranges:
+        if coord.within is not None:
+            first, last = map(read, coord.within)
+            if first and last <= first:
+                yield length
+
+
+def _apart(program: Program) -> bool:
+    """Whether a kernel writes in place, and where it does a coordinate beside the range depends on
+    the sequence: data say it, or what the range is read for."""
+    stores = [s for s in program.ranges if s[0].dest == "global" and program.outer(s[0]).kept]
+
+    def names(exprs: Iterable[Expr]) -> set[Expr]:
+        return {e for expr in exprs for e in program.spelt_out(expr) if isinstance(e, Name)}
+
+    def told(copy: Copy, coord: Coord) -> bool:
+        others = [c.value for c in copy.coords or () if c is not coord]
+        parts = (e for bound in coord.within or () for e in program.spelt_out(bound))
+        read = names(arg for e in parts if isinstance(e, Index) for arg in e.args)
+        return any(map(program.chosen, others)) or bool(names(others) & read)
+
+    return bool(stores) and all(told(copy, coord) for copy, coord, _ in stores)
+
+
 def _packed(program: Program, dims: Mapping[str, int]) -> list[Data]:
     """Data for ranges that lie behind each other and fill their axis, or in pages, the shortest at
-    the end or at the beginning; none is longer than the problem says."""
+    the end or at the beginning; none is longer than the problem says. What is written where other
+    coordinates tell sequences apart begins at the same place in all."""
 
     def begin(about: Ranged, number: int, short_first: bool) -> int:
         total, longest = evaluate(about.length, {**dims, **program.params}), dims[about.longest]
@@ -162,12 +195,15 @@ def _packed(program: Program, dims: Mapping[str, int]) -> list[Data]:
         about = ranging(program).get(name)
         if about is None:
             return dims["kv_len"]
+        if alike:
+            return begin(about, dims["batch"] - 1 if short_first else 0, False)
         if about.length == Name(about.longest):  # each has pages of its own
             turn = dims["batch"] - 1 - number if short_first else number
             return max(dims[about.longest] - turn * (dims[about.longest] // 2), 0)
         at = begin(about, number, short_first)
         return at if about.starts else begin(about, number + 1, short_first) - at
 
+    alike = _apart(program)
     return [
         lambda tensor, index, _: element(tensor.name, index[-1], False),
         lambda tensor, index, _: element(tensor.name, index[-1], True),

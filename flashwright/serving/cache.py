@@ -1,11 +1,7 @@
-"""A cache of keys and values: where those of each sequence lie, and what is written there.
-
-PyTorch does the writing, and rotates queries and new keys before.
-"""
+"""A cache of keys and values: where those of each sequence lie."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,36 +52,18 @@ class Cache:
                 raise ValueError("cache_leftpad must not be above cache_seqlens")
         return starts.int(), lengths.int()
 
-    def append(self, k: Any, v: Any, lengths: Any, scales: Mapping[str, Any]) -> None:
-        """Write new keys and values behind those that are there, divided by the scales of 8-bit
-        ones."""
-        places = positions(lengths, k.shape[1]).long()
-        if self.table is not None:
-            size = self.k.shape[1]
-            outer, places = self.table.long().gather(1, places // size), places % size
-        else:
-            outer = self._entries(lengths).long()[:, None]
-        for cache, new, scale in (
-            (self.k, k, scales.get("kdescale")),
-            (self.v, v, scales.get("vdescale")),
-        ):
-            if scale is not None and new.dtype != cache.dtype:
-                new = _narrowed(new.float() / scale[:, None, :, None], cache.dtype)
-            rows = new.to(cache.dtype)
-            if rows.element_size() == 1:  # 8-bit floats have no index
-                cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
-            cache[outer, places] = rows
+    def places(self, lengths: Any, count: int) -> tuple[Any, Any]:
+        """Where so many tokens behind the keys of each sequence lie: the index of their rows."""
+        places = positions(lengths, count).long()
+        if self.table is None:
+            return self._entries(lengths).long()[:, None], places
+        size = self.k.shape[1]
+        return self.table.long().gather(1, places // size), places % size
 
     def _entries(self, lengths: Any) -> Any:
         if self.entries is not None:
             return self.entries
         return torch.arange(lengths.shape[0], dtype=torch.int32, device=lengths.device)
-
-
-def _narrowed(x: Any, kind: Any) -> Any:
-    """Numbers within the range of a type, which has no infinity."""
-    most = torch.finfo(kind).max
-    return x.clamp(-most, most)
 
 
 _NUMBERS: dict[tuple[str, int, int, Any], Any] = {}
@@ -167,88 +145,3 @@ def most_known(cache: Cache, lengths: Any) -> int:
 def positions(lengths: Any, count: int) -> Any:
     """The positions of `count` tokens behind the keys of each sequence."""
     return lengths[:, None] + torch.arange(count, dtype=torch.int32, device=lengths.device)
-
-
-@dataclass(frozen=True)
-class New:
-    """New keys and values of a call, if it has some, and how its queries and these are rotated."""
-
-    k: Any
-    v: Any
-    cos: Any
-    sin: Any
-    pairs: bool
-    """Whether neighbouring columns are rotated, else the first half with the second."""
-    first: int
-    """The position of a cache's first key."""
-
-    def check(self, q: Any, cache: Cache, most: int, ordered: bool) -> None:
-        """Raise ValueError or TypeError for new keys or angles that do not fit. `most` is the
-        longest sequence that the host knows of."""
-        count = 0
-        if self.k is not None:
-            named = {"k": self.k, "v": self.v}
-            arguments.check_axes(named, dict.fromkeys(named, "batch, tokens, heads, dim"))
-            count = self.k.shape[1]
-            self._check_like("k", self.k, q, cache.k)
-            self._check_like("v", self.v, q, cache.v)
-            if most + count > cache.longest:
-                text = f"no room for {count} new keys behind {most}: the cache has room for"
-                raise ValueError(f"{text} {cache.longest} (cache_seqlens says where they begin)")
-        if self.cos is not None:
-            self._check_angles(q, self.first + most + max(count, q.shape[1] if ordered else 1))
-
-    def _check_like(self, name: str, new: Any, q: Any, cache: Any) -> None:
-        wanted = (q.shape[0], self.k.shape[1], *cache.shape[2:])
-        if tuple(new.shape) != wanted:
-            text = f"{name} must have the shape {wanted}, as q and the cache"
-            raise ValueError(f"{text}; it has {tuple(new.shape)}")
-        if new.dtype not in (q.dtype, cache.dtype) or new.device != q.device:
-            text = f"{name} must be {q.dtype} on {q.device}, as q"
-            raise TypeError(f"{text}; it is {new.dtype} on {new.device}")
-
-    def _check_angles(self, q: Any, positions: int) -> None:
-        named = {"rotary_cos": self.cos, "rotary_sin": self.sin}
-        arguments.check_axes(named, dict.fromkeys(named, "positions, half of the width"))
-        count, half = self.cos.shape
-        if self.sin.shape != self.cos.shape or 2 * half > q.shape[3]:
-            text = f"rotary_cos and rotary_sin must have one shape, (positions, {q.shape[3] // 2})"
-            raise ValueError(
-                f"{text} or less wide; they have {(count, half)} and {tuple(self.sin.shape)}"
-            )
-        if positions > count:
-            text = f"rotary_cos and rotary_sin have {count} positions"
-            raise ValueError(f"{text}, and {positions} are needed")
-
-    def written(
-        self, q: Any, cache: Cache, lengths: Any, ordered: bool, scales: Mapping[str, Any]
-    ) -> tuple[Any, Any]:
-        """The queries, and how many keys there are once the new ones are in the cache. If `ordered`
-        each query is rotated by a position of its own, else all of a sequence by that of the first.
-        """
-        k = self.k
-        if self.cos is not None:
-            q = self._rotated(q, positions(lengths, q.shape[1] if ordered else 1))
-            k = self._rotated(k, positions(lengths, k.shape[1])) if k is not None else None
-        if k is None:
-            return q, lengths
-        cache.append(k, self.v, lengths, scales)
-        return q, lengths + k.shape[1]
-
-    def _rotated(self, x: Any, places: Any) -> Any:
-        """x, (batch, tokens, heads, dim), with the first columns rotated by the angles of its
-        places."""
-        places = places.long() + self.first
-        width = 2 * self.cos.shape[-1]
-        cos, sin = (angle[places][:, :, None].float() for angle in (self.cos, self.sin))
-        part, rest = x[..., :width].float(), x[..., width:]
-        if self.pairs:
-            first, second = part[..., ::2], part[..., 1::2]
-        else:
-            first, second = part.chunk(2, dim=-1)
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        if self.pairs:
-            joined = torch.stack(turned, dim=-1).flatten(-2)
-        else:
-            joined = torch.cat(turned, dim=-1)
-        return torch.cat((joined.to(x.dtype), rest), dim=-1)

@@ -136,7 +136,7 @@ class _Ready:
 
 
 _LOCK = threading.Lock()
-_READY: dict[Form, _Ready] = {}
+_READY: dict[Form, Any] = {}
 _MOST = 1024
 """Forms to remember."""
 
@@ -165,22 +165,33 @@ def attend(
     form = form_of((*options, lse), tensors)
     if form is None:
         return prepare().run()
-    ready = _READY.get(form)
+    ready: _Ready | None = known(form)
     if ready is not None:
         return ready(tensors)
     asked = prepare()
     ready = _Ready(asked, callers, 1 + lse)
     found = ready(tensors)
     asked.wanted.entry().look(asked.wanted, {"o": _rows_first(found)[0]}, asked.check)
-    if not _captured(found[0]):  # else what was made for the form belongs to the graph
-        with _LOCK:
-            while len(_READY) >= _MOST:
-                del _READY[next(iter(_READY))]
-            _READY[form] = ready
+    if not captured(found[0]):  # else what was made for the form belongs to the graph
+        remember(form, ready)
     return found
 
 
-def _captured(tensor: Any) -> bool:
+def known(form: Form) -> Any:
+    """What was remembered for calls of a form; None if there is nothing."""
+    return _READY.get(form)
+
+
+def remember(form: Form, ready: Any) -> None:
+    """Keep what does calls of a form, in place of the oldest one if there are many."""
+    with _LOCK:
+        while len(_READY) >= _MOST:
+            del _READY[next(iter(_READY))]
+        _READY[form] = ready
+
+
+def captured(tensor: Any) -> bool:
+    """Whether a CUDA graph is being captured."""
     return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 

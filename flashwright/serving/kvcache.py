@@ -19,7 +19,8 @@ from flashwright.flex.task import NoKernel
 from flashwright.generate.packed_sizes import batch_of_few, rows_for
 from flashwright.gpu import Gpu
 from flashwright.serving import arguments, reference, tree
-from flashwright.serving.cache import Cache, New, lengths_of, most_known
+from flashwright.serving.append import New
+from flashwright.serving.cache import Cache, lengths_of, most_known
 from flashwright.serving.kernels import Asked, Wanted, attend
 from flashwright.serving.merge import merge_states
 from flashwright.serving.varlen import kernel_tensors

@@ -99,6 +99,41 @@ def test_calls_of_a_known_form() -> None:
     compare(found, q, cache)
 
 
+@pytest.mark.parametrize("kind", ["pages", "entries", "e4m3"])
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("pairs", [None, False, True])
+def test_new_keys_and_rotation(kind: str, tokens: int, pairs: bool | None) -> None:
+    """The output, and the caches behind the call, with those of unused positions."""
+    lengths, nothing = [100, 5000, 40], torch.full((tokens, 2, 64), torch.nan).bfloat16()
+    q, cache = problem(lengths, 16, tokens, 8)
+    keys = [tuple(torch.randn(n, 2, 64).bfloat16() for _ in "kv") for n in lengths]
+    room = [tuple(torch.cat((x, nothing)) for x in pair) for pair in keys]
+    table, k, v = in_pages(16 if kind == "pages" else 6000, room)  # type: ignore[arg-type]
+    cache |= {"k_cache": k, "v_cache": v, "block_table": table}
+    if kind != "pages":
+        cache["cache_batch_idx"] = cache.pop("block_table")[:, 0].int()
+    settings: dict[str, Any] = {"causal": True}
+    if kind == "e4m3":
+        for name in ("k_cache", "v_cache"):
+            cache[name] = cache[name].to(torch.float8_e4m3fn)
+        settings |= {"k_descale": 0.5, "v_descale": 2.0}
+    new = [torch.randn(3, tokens, 2, 64).bfloat16() for _ in "kv"]
+    if pairs is not None:
+        angles = torch.arange(6000)[:, None] * 0.9 ** torch.arange(24)
+        settings |= {"rotary_cos": angles.cos().bfloat16(), "rotary_sin": angles.sin().bfloat16()}
+        settings["rotary_interleaved"] = pairs
+    for _ in range(2):  # the second call has a known form
+        ours, theirs = ({n: x.clone() for n, x in cache.items()} for _ in range(2))
+        moved = {n: x.cuda() if torch.is_tensor(x) else x for n, x in {**ours, **settings}.items()}
+        found = flash_attn_with_kvcache(q.cuda(), **moved, k=new[0].cuda(), v=new[1].cuda())
+        wanted = flash_attn_with_kvcache(q, **theirs, **settings, k=new[0], v=new[1])
+        loose = 0.1 if kind == "e4m3" else 0.02
+        torch.testing.assert_close(found.cpu().float(), wanted.float(), atol=loose, rtol=loose)
+        for name in ("k_cache", "v_cache"):
+            pair = (moved[name].cpu().float(), theirs[name].float())
+            torch.testing.assert_close(*pair, atol=loose, rtol=0.13, equal_nan=True)
+
+
 def test_a_graph_is_replayed_with_other_lengths() -> None:
     q, cache = problem([100, 5000, 40], 16, 1, 8)
     moved = {n: x.cuda() for n, x in cache.items()}

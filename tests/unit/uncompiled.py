@@ -22,6 +22,7 @@ from flashwright.build.steps import Steps
 from flashwright.check.check import check
 from flashwright.files import write
 from flashwright.generate import store
+from flashwright.generate.append import Append, Rotate
 from flashwright.generate.backward import CODE, SPEC, BackwardOrder
 from flashwright.generate.folder import RESULT
 from flashwright.generate.packed import PackedOrder
@@ -61,6 +62,11 @@ def make_packed(order: PackedOrder, folder: Path, verified: bool) -> None:
     """In place of PackedOrder.make: the same for packed sequences and caches."""
     text = order.code()
     _make_code(text, order.gpu, folder, {PTX: text})  # each has an operator of its own
+
+
+def make_append(order: Append | Rotate, folder: Path, verified: bool) -> None:
+    """In place of Append.make and Rotate.make: the same for what writes to a cache."""
+    _make_code(order.code, order.gpu, folder, {})
 
 
 def _make_code(text: str, gpu: Gpu, folder: Path, told: Mapping[str, str]) -> None:
@@ -113,14 +119,14 @@ def interpret_operators(patch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Torch operators take CPU tensors as they take CUDA tensors, and interpret the programs. The
     outputs of each launch are appended to the list."""
     from flashwright.pytorch import bound, operator, reference
-    from flashwright.serving import kernels
+    from flashwright.serving import append, kernels
     from tests.unit.test_steps import Interpreted
 
     _LAUNCHED.clear()
 
-    def load(package: operator._Package) -> Any:
-        made = [Interpreted(program) for program in _programs(package.folder)]
-        record = steps.read(package.folder)
+    def load(folder: Path) -> Any:
+        made = [Interpreted(program) for program in _programs(folder)]
+        record = steps.read(folder)
         return made[0] if record is None else steps.StepsKernel(made, record)
 
     def launch(on_cpu: operator._OnCpu, *arguments: Any) -> Any:
@@ -143,7 +149,8 @@ def interpret_operators(patch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     patch.setattr(kernels, "_READY", {})
     patch.setattr(bound.Bound, "__call__", call)
     patch.setattr(steps, "launcher", lambda: SimpleNamespace(in_order=in_order))
-    patch.setattr(operator._Package, "load", load)
+    patch.setattr(operator._Package, "load", lambda package: load(package.folder))
+    patch.setattr(append, "classes", SimpleNamespace(load=load))
     patch.setattr(operator._OnCpu, "__call__", launch)
     patch.setattr(reference, "obstacle", lambda spec, plan: "its kernels are interpreted")
     return _LAUNCHED

@@ -334,7 +334,7 @@ class Lowering(Body):
         inside: list[Term | None] = []
         before: list[Term | None] = []
         axes: list[Axis] = []
-        aligned = True
+        aligned = not tensor.declared.strided
         last: Term | None = None
         pages: ir.Pages | None = None
         page_rows: int | None = None
@@ -354,7 +354,8 @@ class Lowering(Body):
                 dim = self.identity(self.program.positions_of(axis.size, given))
                 full = self.positions.full(coord)
                 axes.append(Where(dim, coord, size, axis.label, full, given.in_elements))
-                aligned = self._aligned(given, place, tensor)  # the last axis counts
+                inside_unit = self._aligned(given, place, tensor)  # the last axis counts
+                aligned = inside_unit and not tensor.declared.strided
                 if given.within is not None:
                     before_range = self._before(place, stmt) if given.in_elements else None
                     place = self.scalars.binary(

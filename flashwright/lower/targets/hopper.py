@@ -154,6 +154,7 @@ def _by_tma(dest: Key, window: ir.Window, buffer: Buffer) -> list[_Check]:
                f"the offset of `{window.tensor.name}` is no multiple of the view's size",
                "give the tensor axes for batch and head, and coordinates on them"),
         _Check(len(buffer.shape) == 2, f"`{name}` is a vector"),
+        _Check(not window.tensor.declared.strided, f"`{window.tensor.name}` is strided"),
         *_in_pages(window, buffer),
         _Check(window.last is None or window.first_row is None,
                f"the tile of `{window.tensor.name}` may begin before its range"),
