@@ -65,8 +65,9 @@ def test_built_in(gpu: str, variants: tuple[str, ...], settings: dict[str, Any])
 
 
 @pytest.mark.parametrize("gpu", ["a100", "l40s", "h200"])
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [p for p in PROGRAMS if p.stem != "append"], ids=lambda p: p.stem)
 def test_examples(path: Path, gpu: str) -> None:
+    """Outputs in place (append.tl) are judged by emulation; test_kvcache.py runs such kernels."""
     package, spec = example(path, gpu)
     agrees(judged(package, spec, base=path.parent))
 

@@ -28,7 +28,8 @@ from tests.unit.emulated import needs_compilers
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CASES = Path(__file__).parents[1] / "cases"
-RECTANGULAR = sorted({p.stem for p in EXAMPLES.glob("*.tl")} - {"append", "decode", "packed", "paper"})
+OTHERS = {"append", "decode", "packed", "paper"}
+RECTANGULAR = sorted({p.stem for p in EXAMPLES.glob("*.tl")} - OTHERS)
 GRADIENTS = ("sigmoid", "bias_prefix", "documents", "rope_split", "paper")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "causal": ("gqa", {"causal": True, "head_dim": 128}),

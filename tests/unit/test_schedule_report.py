@@ -124,6 +124,8 @@ def said(text: str, gpu: str) -> list[str]:
 # --- every example and recipe -----------------------------------------------------------------
 
 PINS: dict[tuple[str, str], tuple[str, str]] = {
+    ("append", "h200"): ("mma.sync, cp.async", "FW812:0"),
+    ("append", "a100"): ("mma.sync, cp.async", ""),
     ("bias_prefix", "h200"): (
         "wgmma, TMA, persistent; loop 28: overlapped, masked iterations split",
         "FW818:29 FW818:30 FW813:31 FW815:32",

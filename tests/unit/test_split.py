@@ -46,6 +46,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mla": ("mla", {"causal": True}),
 }
 REFUSED_EXAMPLES = {
+    "append": ("no loop carries sums", "grid block_idx", 1),
     "decode": ("several kernels", "// the parts of a row, each relative to its own maximum\n", 2),
     "paper": ("`Q` is a view with an offset", "Allocate Q in global", 1),
     "softmax_by_hand": ("`Smax` passes from one iteration", "  Compute max(Smax,", 1),
@@ -346,7 +347,7 @@ Copy X (BM) in coordinate [B = b, H = h, L = block_idx] from register to global 
         "O in global (batch, heads, q_len, HeadDim) as fp32",
     ).replace("from register to global", "from register to global and accumulate"),
     "no result is stored at a place that is known before the loop": SIGMOID.replace(
-        STORE, "let place = block_idx\n" + STORE.replace("L = block_idx", "L = place")
+        STORE, "let at = block_idx\n" + STORE.replace("L = block_idx", "L = at")
     ),
     "this loads ahead, but not under `if i < ... - 1`": AHEAD.replace(
         "if i < Last - 1", "if not i >= Last - 1"

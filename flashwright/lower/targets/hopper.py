@@ -52,6 +52,9 @@ def copies(
 ) -> Copies | None:
     """Who copies the tiles; None where wgmma cannot be used. Both are reported."""
     nodes = list(ir.flat(body))
+    if not any(isinstance(n, ir.Gemm) for n in nodes):
+        report.remark(NO_WGMMA, "no wgmma: there is no GEMM", None)
+        return None
     ways: dict[str, dict[Key, None]] = {"helped": {}, "tma_optional": {}}
     transposed = transposed_tiles(program, body)
     groups, rest = divmod(program.warps, 4)
@@ -84,9 +87,6 @@ def copies(
             text = f"no wgmma: {failed.text}"
             report.remark(NO_WGMMA, text, node.origin.lines, failed.help, failed.edit)
             fine = False
-    if not any(isinstance(n, ir.Gemm) for n in nodes):
-        report.remark(NO_WGMMA, "no wgmma: there is no GEMM", None)
-        return None
     helped = frozenset(ways["helped"])
     return Copies(helped, frozenset(ways["tma_optional"]) - helped) if fine else None
 
