@@ -82,9 +82,9 @@ def flash_attn_with_kvcache(
     `k_cache` and `v_cache` are (batch, positions, heads, dim), or pages, (pages, positions, heads,
     dim), whose row b of `block_table` names those of sequence b. `cache_seqlens`, a number or int32
     for each sequence, says how many keys it has. New keys `k` and `v`, (batch, tokens, heads, dim),
-    are written behind them first, by PyTorch, and count as well. `cache_batch_idx` names each
+    are written behind them first, and count as well. `cache_batch_idx` names each
     sequence's entry of the cache, `cache_leftpad` its first position. With `rotary_cos` and
-    `rotary_sin`, (positions, half of the width), q and the new keys are rotated first, by PyTorch.
+    `rotary_sin`, (positions, half of the width), q and the new keys are rotated first.
     With `causal` the last query stands at the last key. `num_splits` thread blocks share the keys
     of a sequence; 0 chooses for the GPU and the batch. Lengths may change between the replays of a
     CUDA graph.
