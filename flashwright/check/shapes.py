@@ -330,19 +330,25 @@ def _turns(stmt: Copy, tensor: Tensor, names: Names) -> Iterator[Diagnostic]:
             text = f"`at turn` counts additions to tiles, and {coord.axis.id} is in elements"
             hint = f"give it in tiles: `{coord.axis.id} = ...`"
             yield Diagnostic("FW613", text, coord.span, help=hint)
-        if coord.within is not None:
-            text = "`at turn` counts additions to tiles of the whole tensor, not of a range"
-            yield Diagnostic("FW613", text, coord.span)
     copies = (s for s in statements(names.tree.body) if isinstance(s, Copy) and s.adds)
     for other in copies:
-        same = split((other.target or other.name).id)[0] == tensor.name
-        if same and (other.turn is None or other.shape != stmt.shape):
-            text = f"`{tensor.name}` is also accumulated " + (
-                "without a turn" if other.turn is None else "in tiles of another size"
-            )
+        if split((other.target or other.name).id)[0] != tensor.name:
+            continue
+        unlike = "without a turn" if other.turn is None else None
+        if unlike is None and other.shape != stmt.shape:
+            unlike = "in tiles of another size"
+        if unlike is None and _ranged(other) != _ranged(stmt):
+            unlike = "in tiles of a range" if _ranged(other) else "in tiles of the whole tensor"
+        if unlike is not None:
+            text = f"`{tensor.name}` is also accumulated {unlike}"
             where = (Label(other.span, "here"),)
-            hint = "all additions to a tensor have a turn, and tiles of one size, or none has"
+            hint = "all additions to a tensor have a turn, and tiles of one kind, or none has"
             yield Diagnostic("FW613", text, stmt.span, secondary=where, help=hint)
+
+
+def _ranged(copy: Copy) -> set[str]:
+    """The axes along which a Copy counts from the beginning of a range."""
+    return {c.axis.id for c in copy.coords or () if c.within is not None}
 
 
 def _copy_into_columns(
@@ -402,7 +408,10 @@ def _coordinates(stmt: Copy, shape: Shape, tensor: Tensor, names: Names) -> Iter
     tiled = labels[len(labels) - len(shape) :]
     for coord in stmt.coords or ():
         if coord.within is not None and coord.axis.id in tiled[1:]:
-            text = f"a range cannot be of the tile's columns, along {coord.axis.id}"
+            if (stmt.source, stmt.dest) == ("global", "register") and not coord.in_elements:
+                continue
+            text = f"a range cannot be of the tile's columns, along {coord.axis.id}, "
+            text += "except in tiles that are loaded to registers"
             hint = f"give `in ...` to axis {tiled[0]}, or leave it out"
             yield Diagnostic("FW305", text, coord.span, help=hint)
     yield from _pages(stmt, tiled, tensor, names)

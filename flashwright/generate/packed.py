@@ -42,12 +42,10 @@ class PackedOrder:
         with fitting():
             return rectangular(sketch, self.spec, self.gpu, self.mods).code
 
-    @property
-    def backward(self) -> BackwardOrder:
-        """The gradients of Q, K and V."""
-        wrt = ("q", "k", "v")
-        each = self.spec.each
-        return BackwardOrder(self.rectangular(), self.gpu, each, inputs=wrt, packed=True)
+    def backward(self, inputs: tuple[str, ...], deterministic: bool = False) -> BackwardOrder:
+        """The gradients of these inputs, named in lower case."""
+        code, each = self.rectangular(), self.spec.each
+        return BackwardOrder(code, self.gpu, each, (), inputs, deterministic, packed=True)
 
     @cached_property
     def key(self) -> str:

@@ -299,8 +299,11 @@ class Program:
     def _counter(self, copy: Copy) -> Tensor:
         tensor, sizes = self.tensors[self.dest(copy)[0]], self.moved(copy)
         outer = len(tensor.axes) - len(sizes)
-        tiles = (
-            TensorAxis(a.label, Call(Name("ceil"), (Binary("/", a.size, Num(str(size))),)))
+        ranged = {c.axis.id for c in copy.coords or () if c.within is not None}
+        tiles = (  # those of a range begin at any element
+            a
+            if a.label in ranged
+            else TensorAxis(a.label, Call(Name("ceil"), (Binary("/", a.size, Num(str(size))),)))
             for a, size in zip(tensor.axes[outer:], sizes, strict=True)
         )
         axes = (*tensor.axes[:outer], *tiles, TensorAxis("W", Num(str(self.warps))))

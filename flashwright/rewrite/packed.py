@@ -216,11 +216,6 @@ class _Packing:
         if key not in self.lengths:
             return copy
         tensor, side = self.program.tensors[key], self.sides[self.lengths[key]]
-        columns = [axis.label for axis in tensor.axes[len(tensor.axes) - len(copy.shape or ()) :]][
-            1:
-        ]
-        if _axis(tensor) in columns:
-            raise _refused(f"the columns of a tile of `{tensor.name}` are positions", copy)
         batch = next(a.label for a in tensor.axes if a.size == tl.Name("batch"))
         page = side.page(self.batch)
         coords = []

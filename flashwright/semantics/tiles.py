@@ -216,7 +216,12 @@ def covering(
     where: Where, tile: Tile, stmt: Statement, dims: Collection[str]
 ) -> dict[CoverKey, Coverage]:
     """The coverage of a sum over one axis of a tile; `dims` are the axes of the axis's tensor."""
-    own = {dim: p for dim, p in tile.at.items() if dim in dims and dim != where.dim}
+    of_range = f"the range of {where.dim}"  # packed sequences are parts, as batch elements are
+    own = {
+        dim: p
+        for dim, p in tile.at.items()
+        if (dim in dims and dim != where.dim) or (dim == of_range and p.tensor == where.tensor)
+    }
     part = [f"{dim} {p.value}" for dim, p in own.items()]
     paged = any(p.chosen for p in own.values())
     known = not isinstance(where.start, Unknown) and not where.chosen and not paged

@@ -43,13 +43,15 @@ class Wanted:
     batch: Batch
     mods: Mods | None = None
     """A mask on top of the task's."""
-    backward: bool = False
+    gradients: tuple[str, ...] = ()
+    """Of which inputs, if it is the backward."""
+    deterministic: bool = False
 
     @property
     def order(self) -> Any:
         """What the store finds or makes."""
         order = PackedOrder(self.task.spec.of_sequences(self.batch), self.task.card, self.mods)
-        return order.backward if self.backward else order
+        return order.backward(self.gradients, self.deterministic) if self.gradients else order
 
     def run(self, tensors: Tensors, sizes: Mapping[str, int], check: Check) -> dict[str, Any]:
         """The results by their names, from tensors and sizes that have those of the kernel among

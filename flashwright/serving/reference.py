@@ -9,7 +9,7 @@ before the next sequence begins; or (pages, positions, heads, dim) with `table` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,34 +92,49 @@ def check(spec: AttentionSpec, given: Tensors, results: Tensors) -> None:
                 compare_rows(ours, right, spec, (b, head))
 
 
-def check_gradients(spec: AttentionSpec, given: Tensors, results: Tensors, grad: Any) -> None:
-    """Raise WrongKernel if the first gradients of a short packed sequence are not PyTorch's in
-    fp64."""
-    queries, keys = (given[name].tolist() for name in ("startsq", "startsk"))
-    sizes = [
-        (b, queries[b + 1] - queries[b], keys[b + 1] - keys[b]) for b in range(len(queries) - 1)
-    ]
-    short = [b for b, n, m in sizes if n and m and n * m <= _MOST_SCORES]
-    if not short:
-        tell(f"the first gradients are not checked: no sequence has at most {_MOST_SCORES} scores")
-    for b in short[:1]:
-        rows, places = slice(*queries[b : b + 2]), slice(*keys[b : b + 2])
-        own = {n: given[n].detach().double().requires_grad_() for n in "qkv"}
+def check_gradients(
+    spec: AttentionSpec, given: Tensors, results: Tensors, names: Sequence[str], grad: Any
+) -> None:
+    """Raise WrongKernel if the first gradients are not PyTorch's in fp64: those of a short packed
+    sequence, and of what all sequences share if they are short together."""
+    places = {name: given[f"starts{name[-1]}"].tolist() for name in ("q", "k")}
+    places["v"] = places["k"]
+    lengths = [torch.tensor(places[name]).diff() for name in "qk"]
+    scores = (lengths[0] * lengths[1]).tolist()
+    whole = sum(scores) <= _MOST_SCORES
+    short = [b for b, count in enumerate(scores) if 0 < count <= _MOST_SCORES]
+    if not whole:
+        found = f"no sequence has at most {_MOST_SCORES} scores"
+        found = f"the sequences have more than {_MOST_SCORES} scores" if short else found
+        unseen = [f"d{name}" for name in names if name not in places or not short]
+        if unseen:
+            tell(f"the first {' and '.join(unseen)} are not checked: {found}")
+    totals = {name: torch.zeros_like(given[name]).double() for name in names if name not in places}
+    for b in short if whole and totals else short[:1]:
+        own = {n: given[n].detach().double().requires_grad_() for n in names}
         with torch.enable_grad():
             out, _ = _sequence(spec, {**given, **own}, b, torch.float64)
-            wanted = torch.autograd.grad(
-                out, tuple(own.values()), grad[rows].transpose(0, 1).double()
+            rows = slice(*places["q"][b : b + 2])
+            asked = grad[rows].transpose(0, 1).double()
+            wanted = dict(
+                zip(names, torch.autograd.grad(out, tuple(own.values()), asked), strict=True)
             )
-        for (name, at), right in zip(
-            (("q", rows), ("k", places), ("v", places)), wanted, strict=True
-        ):
-            found = results[f"d{name}"].transpose(0, 1)[at].double()
-            error = float((found - right[at]).norm() / right[at].norm().clamp(min=1e-6))
-            if not error <= LIMIT[spec.dtype]:
-                text = (
-                    f"a new backward is wrong: d{name} of sequence {b} is {error:.2g} of its norm"
-                )
-                raise WrongKernel(f"{text} from PyTorch's. Please report the shapes")
+        for name, right in wanted.items():
+            if name in totals:
+                totals[name] += right
+            elif b == short[0]:
+                at = slice(*places[name][b : b + 2])
+                found = results[f"d{name}"].transpose(0, 1)[at]
+                _check_gradient(spec, f"d{name} of sequence {b}", found, right[at])
+    for name, right in totals.items() if whole else ():
+        _check_gradient(spec, f"d{name}", results[f"d{name}"], right)
+
+
+def _check_gradient(spec: AttentionSpec, name: str, found: Any, right: Any) -> None:
+    error = float((found.double() - right).norm() / right.norm().clamp(min=1e-6))
+    if not error <= LIMIT[spec.dtype]:
+        text = f"a new backward is wrong: {name} is {error:.2g} of its norm"
+        raise WrongKernel(f"{text} from PyTorch's. Please report the shapes")
 
 
 def _count(given: Tensors) -> int:

@@ -5,7 +5,6 @@ The first call for an operator makes its kernel or finds it in the store; later 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from flashwright.flex.task import NoKernel
+from flashwright.pytorch.rules import is_deterministic
 from flashwright.serving import arguments, reference
 from flashwright.serving.kernels import Asked, Check, Wanted, attend
 from flashwright.spec import Batch
@@ -48,6 +48,7 @@ def flash_attn_varlen_func(
     block_table: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
+    deterministic: bool | None = None,
     return_softmax_lse: bool = False,
 ) -> Any:
     """Attention within each sequence of a packed batch: (tokens, heads, dim) tensors.
@@ -65,8 +66,10 @@ def flash_attn_varlen_func(
     Returns O, and with `return_softmax_lse` also the log-sum-exp (heads, tokens), which has no
     gradient; rows behind the last sequence are not computed. CPU tensors are computed by PyTorch,
     which looks at lengths and tables too; on a GPU only the kernel reads them. Gradients
-    of q, k and v come from the kernel's derived backward, packed as well; they are sums in any
-    order. Keys in a cache have none. Raises NoKernel with the reason where no kernel can be made.
+    of q, k, v, slopes and sinks come from the kernel's derived backward, packed as well. With
+    `deterministic` they have the same bits in every run; by default they do if PyTorch's
+    deterministic algorithms are on. Keys in a cache have none. Raises NoKernel with the reason
+    where no kernel can be made.
     """
     tensors = {
         "q": q,
@@ -88,7 +91,7 @@ def flash_attn_varlen_func(
         reference.check_numbers(given, ARGUMENTS, longest)
         found: Sequence[Any] = reference.attention(arguments.spec(given, settings), given)
     else:
-        prepare = partial(_asked, tensors, options)
+        prepare = partial(_asked, tensors, options, deterministic)
         found = attend(("varlen", *options), tensors, return_softmax_lse, prepare)
     return (found[0], found[1]) if return_softmax_lse else found[0]
 
@@ -161,34 +164,40 @@ class _Call(Asked):
     """A call for packed sequences, with gradients if they may be asked for."""
 
     given: Tensors
+    deterministic: bool | None
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The inputs whose gradients a backward gives."""
+        extras = (n for n in arguments.FLAGS if n in self.given and self.given[n].requires_grad)
+        return ("q", "k", "v", *extras)
 
     def run(self) -> Sequence[Any]:
         """O and LSE."""
         given = self.given
         if not torch.is_grad_enabled() or not any(x.requires_grad for x in given.values()):
             return super().run()
-        for name in arguments.FLAGS:
-            if name in given and given[name].requires_grad:
-                raise NoKernel(f"packed sequences have no gradient of {arguments.ARGUMENTS[name]}")
         if "kdescale" in given:
             raise NoKernel("keys and values of 8 bits have no gradient: use no_grad()")
         if "lengthsk" in given:
             text = "keys in a cache (seqused_k, block_table) have no gradient: use no_grad()"
             raise NoKernel(text)
-        found: tuple[Any, Any] = _Attention.apply(*(given[name] for name in "qkv"), self)
+        found: tuple[Any, Any] = _Attention.apply(self, *(given[name] for name in self.trained))
         return found
 
     def forward(self) -> Sequence[Any]:
         """O and LSE, without gradients."""
         return super().run()
 
-    def backward(self, tensors: Tensors, check: Check) -> dict[str, Any]:
-        """The gradients by their names, from tensors with the axes (heads, tokens, ...)."""
-        wanted = replace(self.wanted, backward=True)
+    def backward(self, tensors: Tensors, names: tuple[str, ...], check: Check) -> dict[str, Any]:
+        """The gradients of these inputs by their names, from tensors with the axes (heads, tokens,
+        ...). By PyTorch's setting they are deterministic, if the call does not say."""
+        exactly = is_deterministic(self.deterministic)
+        wanted = replace(self.wanted, gradients=names, deterministic=exactly)
         return wanted.run({**self.tensors, **tensors}, self.sizes, check)
 
 
-def _asked(tensors: Tensors, options: tuple[Any, ...]) -> _Call:
+def _asked(tensors: Tensors, options: tuple[Any, ...], deterministic: bool | None) -> _Call:
     """What a kernel is made for and called with."""
     given, settings = _given(tensors, options)
     page = given["k"].shape[1] if "table" in given else None
@@ -197,38 +206,32 @@ def _asked(tensors: Tensors, options: tuple[Any, ...]) -> _Call:
     sizes = dict(zip(("q_len", "kv_len"), options[4], strict=True))
     sizes["batch"] = given["startsq"].shape[0] - 1
     check = partial(reference.check, task.spec, given)
-    return _Call(Wanted(task, batch), kernel_tensors(given), sizes, check, given)
+    return _Call(Wanted(task, batch), kernel_tensors(given), sizes, check, given, deterministic)
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
     """The kernel and its derived backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, call: _Call) -> tuple[Any, Any]:
+    def forward(ctx: Any, call: _Call, *inputs: Any) -> tuple[Any, Any]:
         """O and LSE."""
         out, lse = call.forward()
-        ctx.call = call
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call, ctx.names = call, call.trained
+        ctx.save_for_backward(out, lse, *inputs)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad: Any, _: Any) -> tuple[Any, ...]:
-        """The gradients of q, k and v."""
-        _tell_if_not_deterministic()
+        """The gradients of the inputs."""
         call: _Call = ctx.call
-        *rows, lse = ctx.saved_tensors
-        names = ("q", "k", "v", "o", "do")
-        grad = grad.contiguous()  # it may be a number that is expanded
-        turned = {n: x.transpose(0, 1) for n, x in zip(names, (*rows, grad), strict=True)}
-        look = partial(reference.check_gradients, call.wanted.task.spec, call.given, grad=grad)
-        found = call.backward({**turned, "lse": lse}, look)
-        return *(found[f"d{name}"].transpose(0, 1) for name in "qkv"), None
-
-
-def _tell_if_not_deterministic() -> None:
-    if torch.are_deterministic_algorithms_enabled():
-        text = "gradients of packed sequences are not deterministic: they are sums in any order"
-        if not torch.is_deterministic_algorithms_warn_only_enabled():
-            raise RuntimeError(text)
-        warnings.warn(text, stacklevel=2)
+        names: tuple[str, ...] = ctx.names
+        out, lse, *inputs = ctx.saved_tensors
+        given = {**dict(zip(names, inputs, strict=True)), "o": out}
+        given["do"] = grad.contiguous()  # it may be a number that is expanded
+        turned = {name: x.transpose(0, 1) if x.ndim > 1 else x for name, x in given.items()}
+        spec = call.wanted.task.spec
+        look = partial(reference.check_gradients, spec, call.given, names=names, grad=grad)
+        found = call.backward({**turned, "lse": lse}, names, look)
+        each = (found[f"d{name}"] for name in names)
+        return None, *(x.transpose(0, 1) if x.ndim > 1 else x for x in each)

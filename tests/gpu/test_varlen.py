@@ -52,21 +52,29 @@ def test_each_sequence_is_attention(name: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("name", ["full", "causal", "window", "softcap"])
-def test_gradients_are_those_of_each_sequence(name: str, width: int) -> None:
+@pytest.mark.parametrize("exactly", [False, True])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_gradients_are_those_of_each_sequence(name: str, exactly: bool, width: int) -> None:
     given, settings = tensors(width), SETTINGS[name]
     torch.manual_seed(1)
     grad = torch.randn(sum(QUERIES), 8, width, device="cuda").bfloat16()
 
-    def gradients(moved: Any) -> Any:
-        leaves = [moved(x).requires_grad_() for x in given[:3]]
-        rest = [moved(x) if isinstance(x, torch.Tensor) else x for x in given[3:]]
-        out = flashwright.flash_attn_varlen_func(*leaves, *rest, **settings)
-        return torch.autograd.grad(out, leaves, moved(grad).to(out.dtype))
+    def gradients(device: str) -> Any:
+        leaves = [x.to(device).requires_grad_() for x in given[:3]]
+        rest = [x.to(device) if isinstance(x, torch.Tensor) else x for x in given[3:]]
+        numbers = {n: x for n, x in settings.items() if isinstance(x, torch.Tensor)}
+        own = {n: x.to(device, copy=True).requires_grad_() for n, x in numbers.items()}
+        how = {**settings, **own, "deterministic": exactly}
+        out = flashwright.flash_attn_varlen_func(*leaves, *rest, **how)
+        return torch.autograd.grad(out, [*leaves, *own.values()], grad.to(device, out.dtype))
 
-    for ours, right in zip(gradients(lambda x: x), gradients(lambda x: x.cpu()), strict=True):
+    found = gradients("cuda")
+    for ours, right in zip(found, gradients("cpu"), strict=True):
         error = (ours.float().cpu() - right.float()).norm() / right.float().norm()
         assert error < 0.02
+    if exactly:
+        for again in (gradients("cuda") for _ in range(3)):
+            assert all(torch.equal(a, b) for a, b in zip(again, found, strict=True))
 
 
 def test_slices_of_one_projection() -> None:

@@ -116,7 +116,12 @@ def test_a_tile_may_hold_any_part_of_a_group(group: int) -> None:
         ((LOAD, LOAD.replace("Group]", "Group + 1]")), "FW605", "rows together", LOAD[:8]),
         ((STORE, STORE.replace("= block_idx in", "= 0 in")), "FW603", "stored at", STORE[:8]),
         ((STORE, STORE.replace("H = kv_head", "H = 0")), "FW603", "kv_heads 0", STORE[:8]),
-        ((STORE, STORE.replace("page_idx", "page_idx + 0")), "FW305", "not written", STORE[:8]),
+        (
+            (STORE, STORE.replace("page_idx", "page_idx + 0")),
+            "FW305",
+            "what others hold",
+            STORE[:8],
+        ),
         ((STORE, STORE.replace("page_idx", "0")), "FW605", "not inside axis G", STORE[:8]),
         ((STORE, STORE.replace(" in 0:q_len * Group", "")), "FW305", "how many", STORE[:8]),
     ],

@@ -1,4 +1,4 @@
-"""Outputs in place, and strided tensors (docs/language.md, "Allocate")."""
+"""Outputs in place, and strided tensors (docs/language.md, "Recipes")."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 CASES = Path(__file__).parents[1] / "cases"
 OTHERS = {"append", "decode", "packed", "paper"}
 RECTANGULAR = sorted({p.stem for p in EXAMPLES.glob("*.tl")} - OTHERS)
-GRADIENTS = ("sigmoid", "bias_prefix", "documents", "rope_split", "paper")
+GRADIENTS = ("sink_softcap", "sigmoid", "bias_prefix", "documents", "rope_split", "paper")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "causal": ("gqa", {"causal": True, "head_dim": 128}),
     "full": ("mha", {"head_dim": 64}),
@@ -72,12 +72,14 @@ def test_sequences_have_the_tiling_that_was_measured_for_usual_lengths() -> None
     assert "param BN = 160" in write_code(write_sketch(spec.each), spec.each, card).code
 
 
-def test_positions_as_columns_are_refused() -> None:
-    """The parts of a sink's gradient, which a tile of heads sums over the sequence."""
-    derived = backward(checked_program(parse((EXAMPLES / "sink_softcap.tl").read_text()))).tree
-    with pytest.raises(Failed) as failed:
-        packed(derived)
-    assert "the columns of a tile of `dSinkparts` are positions" in str(failed.value)
+@pytest.mark.parametrize("name", ["sigmoid", "sink_softcap", "relative_bias"])
+def test_deterministic_backward_passes_can_be_packed(name: str) -> None:
+    """Turns count additions to tiles of a sequence. The parts of a sink's gradient are columns."""
+    program = checked_program(parse((EXAMPLES / f"{name}.tl").read_text()))
+    derived = backward(program, wrt=("Q", "K", "V", "Sink"), deterministic=True).tree
+    text = format_tree(packed(derived))
+    assert not check(parse(text)).diagnostics
+    assert "in q_first:q_last] from register to global and accumulate dQsum at turn" in text
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -69,11 +69,11 @@ def test_the_checker_knows_pages_and_parts(edit: tuple[str, str], code: str, mes
     assert message in first.message
 
 
-def test_pages_that_a_table_names_are_read_only() -> None:
+def test_pages_that_a_table_names_are_written_in_place_alone() -> None:
     stored = "Copy O (BM, HeadDim) in coordinate [N = split_idx, B = batch_idx, H = kv_head, R = "
     text = stored.replace("split_idx", "Table[0, page_idx]") + "block_idx in 0:group"
     text = DECODE.replace(f"{stored}block_idx", text)
-    assert any("read, not written" in d.message for d in check(parse(text)).diagnostics)
+    assert any("keeps what others hold" in d.message for d in check(parse(text)).diagnostics)
 
 
 def test_a_dim_that_one_kernel_does_not_need() -> None:

@@ -26,6 +26,7 @@ from flashwright.lower.frontend.lowering import lower
 from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.targets.hopper import mixed_maps
 from flashwright.lower.translate import translate
+from flashwright.semantics.interpret import interpret
 from flashwright.spec import load
 from tests.unit.together import kernels
 
@@ -126,7 +127,8 @@ def test_a_tile_with_and_without_a_range_has_no_map() -> None:
     assert not mixed_maps((plain, plain))
 
 
-def test_turns_do_not_count_in_ranges() -> None:
+def test_turns_count_whole_tiles_or_those_of_ranges() -> None:
+    whole = "Copy dX (BM, HeadDim) in coordinate [L = block_idx] from register to global"
     text = "Copy dX (BM, HeadDim) in coordinate [L = block_idx in 0:9] from register to global"
     program = f"""
 param BM = 64
@@ -136,9 +138,45 @@ grid block_idx = 0:q_len / BM
 Allocate dX in register (BM, HeadDim) as fp32
 Compute 0 and get dX
 {text} and accumulate at turn 0
+{whole} and accumulate at turn 1
 """
     found = check(parse(program)).diagnostics
-    assert any(d.code == "FW613" and "not of a range" in d.message for d in found)
+    assert any("also accumulated in tiles of a range" in d.message for d in found)
+    assert not [d for d in check(parse(program.replace(whole, text))).errors if d.code == "FW613"]
+
+
+COLUMNS = """
+param BM = 64
+param BH = 16
+param Warps = 1
+dim tokens
+grid head = 0:heads / BH, batch_idx = 0:batch
+Allocate First in global (B: batch + 1) as int32
+Allocate X in global (H: heads, L: tokens) as fp32
+Allocate Sum in global (B: batch, H: heads) as fp32
+Allocate Sum in register (BH) as fp32
+let first = First[batch_idx]
+let last = First[batch_idx + 1]
+Compute 0 and get Sum
+for i = 0:(last - first) / BM
+  Copy X (BH, BM) in coordinate [H = head, L = i in first:last] from global to register
+  Compute rowsum(X) and accumulate Sum
+end
+Copy Sum (BH) in coordinate [B = batch_idx, H = head] from register to global
+"""
+
+
+def test_the_columns_of_a_tile_in_registers_may_be_a_range() -> None:
+    x = np.random.default_rng(0).standard_normal((20, 190)).astype(np.float32)
+    x[:, 150:] = np.nan  # behind the last sequence
+    given = {"X": x, "First": np.array([0, 7, 7, 150], np.int32)}
+    dims = {"batch": 3, "heads": 20, "kv_heads": 20, "q_len": 1, "kv_len": 1, "tokens": 190}
+    program = checked_program(parse(COLUMNS))
+    parts = [x[:, first:last].sum(axis=1) for first, last in ((0, 7), (7, 7), (7, 150))]
+    np.testing.assert_allclose(interpret(program, given, dims)["Sum"], parts, atol=1e-4)
+    text = COLUMNS.replace("L = i in", "L at i * BM in")
+    assert {d.code for d in check(parse(text)).errors} == {"FW305"}
+    assert not translate(program, gpus.find("h200")).plan.maps
 
 
 def test_a_plan_with_ranges_of_a_vector_is_refused() -> None:

@@ -10,11 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from flashwright import gpu as gpus
 from flashwright.author.builtin.variants import make_spec
-from flashwright.emulate.package import read_package
+from flashwright.emulate.package import read_package, read_served_kernels
 from flashwright.generate.backward import BackwardOrder
 from flashwright.generate.packed import PackedOrder
-from flashwright.judge.emulated import launch
+from flashwright.judge.emulated import launch, poisoned
+from flashwright.judge.form import planned_shape
 from flashwright.spec import Batch
 
 torch = pytest.importorskip("torch")
@@ -30,7 +32,7 @@ from tests.unit.uncompiled import (  # noqa: E402
     make_packed,
 )
 
-MAKE = PackedOrder.make
+MAKE, MAKE_BACKWARD = PackedOrder.make, BackwardOrder.make
 QUERIES, KEYS = [3, 0, 70, 1], [9, 5, 70, 130]
 
 
@@ -184,57 +186,71 @@ def test_the_check_finds_a_wrong_output() -> None:
         reference.check(spec, named, {"o": out.transpose(0, 1)})
 
 
-@pytest.mark.parametrize("name", ["full", "causal", "window", "alibi"])
+@pytest.mark.parametrize("exactly", [False, True])
+@pytest.mark.parametrize("name", ["full", "causal", "window", "alibi", "sink"])
 def test_gradients_are_those_of_each_sequence(
-    name: str, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, ...]]
+    name: str,
+    exactly: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launched: list[tuple[str, ...]],
 ) -> None:
-    settings = SETTINGS[name]
     *given, starts_q, starts_k, q_len, kv_len = tensors()
     others = (starts_q, starts_k, q_len, kv_len)
     grad = torch.randn(sum(QUERIES), 4, 64)
+    settings = SETTINGS[name]
+    extras = {n: x for n, x in settings.items() if isinstance(x, torch.Tensor)}
 
-    def gradients(kind: Any, call: Any) -> Any:
-        leaves = [x.to(kind).requires_grad_() for x in given]
-        out = call(*leaves, *others, **settings)
-        return torch.autograd.grad(out, leaves, grad.to(out.dtype))
+    def gradients(call: Any) -> Any:
+        leaves = [x.bfloat16().requires_grad_() for x in given]
+        own = {n: x.clone().requires_grad_() for n, x in extras.items()}
+        out = call(*leaves, *others, **{**settings, **own}, deterministic=exactly)
+        return torch.autograd.grad(out, [*leaves, *own.values()], grad.to(out.dtype))
 
-    found = gradients(torch.bfloat16, lambda *a, **s: on_gpu(monkeypatch, *a, **s))
-    assert launched == [("O", "LSE"), ("dK", "dV", "dQ")]
+    found = gradients(lambda *a, **s: on_gpu(monkeypatch, *a, **s))
+    last = {"alibi": ("dSlopes",), "sink": ("dSink",)}.get(name, ())
+    assert launched == [("O", "LSE"), ("dK", "dV", "dQ", *last)]
+    programs = [p.read_text() for p in (tmp_path / "cache").rglob("code.tl")]
+    assert any("at turn" in text for text in programs) is exactly
     monkeypatch.undo()
-    wanted = gradients(torch.bfloat16, flashwright.flash_attn_varlen_func)
+    wanted = gradients(flashwright.flash_attn_varlen_func)
     for ours, right in zip(found, wanted, strict=True):
         assert ours.shape == right.shape
         assert (ours.float() - right.float()).norm() < 0.02 * right.float().norm()
 
 
-def test_the_check_of_gradients_finds_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_gradients_finds_wrong_ones() -> None:
     given = tensors()
     named = dict(zip(("q", "k", "v", "startsq", "startsk"), given, strict=False))
-    leaves = [x.requires_grad_() for x in given[:3]]
-    out = flashwright.flash_attn_varlen_func(*given, causal=True)
+    named["sink"] = torch.randn(4)
+    names = ("q", "k", "v", "sink")
+    leaves = [named[name].requires_grad_() for name in names]
+    out = flashwright.flash_attn_varlen_func(*given, causal=True, sink=named["sink"])
     grad = torch.randn_like(out)
     found = torch.autograd.grad(out, leaves, grad)
-    spec = spec_of(*(x.transpose(0, 1)[None] for x in given[:3]), causal=True)
-    results = {f"d{n}": x.transpose(0, 1) for n, x in zip("qkv", found, strict=True)}
-    reference.check_gradients(spec, named, results, grad)
-    results["dk"] = results["dk"] * 1.1
-    with pytest.raises(WrongKernel, match="dk of sequence 0"):
-        reference.check_gradients(spec, named, results, grad)
+    spec = spec_of(*(x.transpose(0, 1)[None] for x in given[:3]), causal=True, sink=True)
+    results = {
+        f"d{n}": x.transpose(0, 1) if x.ndim > 1 else x for n, x in zip(names, found, strict=True)
+    }
+    reference.check_gradients(spec, named, results, names, grad)
+    for name, message in (("dk", "dk of sequence 0"), ("dsink", "dsink is")):
+        wrong = {**results, name: results[name] * 1.1}
+        with pytest.raises(WrongKernel, match=message):
+            reference.check_gradients(spec, named, wrong, names, grad)
 
 
-def test_what_has_no_gradient_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorchs_setting_asks_for_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, *others = tensors()
-    q.requires_grad_()
-    sink = torch.zeros(4, requires_grad=True)
-    with pytest.raises(NoKernel, match="no gradient of sink"):
-        on_gpu(monkeypatch, q, *others, causal=True, sink=sink)
-    out = on_gpu(monkeypatch, q, *others, causal=True)
+    out = on_gpu(monkeypatch, q.requires_grad_(), *others, causal=True)
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(RuntimeError, match="are not deterministic"):
-            out.sum().backward()
+        out.sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
+    programs = [p.read_text() for p in (tmp_path / "cache").rglob("code.tl")]
+    assert any("at turn" in text for text in programs)
 
 
 @pytest.mark.parametrize(
@@ -353,3 +369,49 @@ def test_the_package_that_is_made_computes_it(page: int | None, tmp_path: Path) 
     found = torch.from_numpy(out["O"].astype(np.float32)).transpose(0, 1)
     torch.testing.assert_close(found, wanted[0].float(), atol=0.02, rtol=0.02)
     torch.testing.assert_close(torch.from_numpy(out["LSE"]), wanted[1], atol=1e-4, rtol=1e-4)
+
+
+def launched_in_order(folder: Path, given: dict[str, Any], dims: dict[str, int]) -> dict[str, Any]:
+    """All tensors after the kernels of a package have run under emulation."""
+    served, tensors = read_served_kernels(folder), dict(given)
+    for package in served.packages.values():
+        for tensor in package.plan.tensors:
+            if tensor.name not in tensors:
+                new = poisoned(tensor.padded(planned_shape(tensor, dims)), tensor.dtype)
+                tensors[tensor.name] = np.zeros_like(new) if tensor.name in served.zeroed else new
+        used = {t.name: tensors[t.name] for t in package.plan.tensors}
+        assert not launch(package, used, dims, "eager", 600.0).findings
+    return tensors
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_the_deterministic_backward_that_is_made_computes_it(gpu: str, tmp_path: Path) -> None:
+    """Compiled, and under emulation: with turns in each sequence, and the sums of a sink."""
+    spec = make_spec("gqa", heads=4, kv_heads=2, head_dim=64, dtype="bf16", causal=True, sink=True)
+    names = ("q", "k", "v", "sink")
+    order = PackedOrder(spec.of_sequences(Batch()), gpus.find(gpu)).backward(names, True)
+    MAKE_BACKWARD(order, tmp_path / "made", False)
+    *given, starts_q, starts_k, q_len, kv_len = tensors()
+    given.append(torch.randn(4))
+    leaves = [x.requires_grad_() for x in given]
+    every = (*leaves[:3], starts_q, starts_k, q_len, kv_len)
+    out, lse = flashwright.flash_attn_varlen_func(
+        *every, causal=True, sink=leaves[3], return_softmax_lse=True
+    )
+    grad = torch.randn_like(out)
+    wanted = dict(zip(names, torch.autograd.grad(out, leaves, grad), strict=True))
+    rows = {"Q": given[0], "K": given[1], "V": given[2], "O": out, "dO": grad}
+    arrays = {"StartsQ": starts_q.numpy(), "StartsK": starts_k.numpy()}
+    arrays |= {"LSE": lse.detach().numpy(), "Sink": given[3].detach().numpy()}
+    for name, x in rows.items():
+        bits = x.detach().transpose(0, 1).float().numpy().astype(ml_dtypes.bfloat16)
+        arrays[name] = np.ascontiguousarray(bits)
+    dims = {"batch": 4, "heads": 4, "kv_heads": 2, "q_len": q_len, "kv_len": kv_len}
+    dims |= {"q_tokens": sum(QUERIES), "kv_tokens": sum(KEYS)}
+    found = launched_in_order(tmp_path / "made", arrays, dims)
+    for name, right in wanted.items():
+        ours = torch.from_numpy(found[f"d{name.title()}"].astype(np.float32))
+        right = right.transpose(0, 1) if right.ndim > 1 else right
+        assert (ours - right.float()).norm() < 0.02 * right.float().norm(), name

@@ -264,8 +264,13 @@ class Lowering(Body):
         """An addition between the wait for its turn and the news that it is done."""
         counters = self.program.counters[store.window.tensor.name]
         given = {c.axis.id: c.value for c in stmt.coords or ()}
-        places = (given.get(axis.label, ZERO) for axis in counters.axes[:-1])
-        start = tuple(self.scalars(place).as_int(stmt.span) for place in places)
+        ranged = {c.axis.id for c in stmt.coords or () if c.within is not None}
+        start = tuple(
+            place  # of a range the element, else the tile
+            if axis.label in ranged
+            else self.scalars(given.get(axis.label, ZERO)).as_int(stmt.span)
+            for axis, place in zip(counters.axes[:-1], store.window.start, strict=True)
+        )
         number = self.scalars(turn).as_int(turn.span)
         window = ir.Window(counters, start, rows=None, cols=None)
         self.emit(ir.TakeTurn(window, number, origin=store.origin))
@@ -361,7 +366,9 @@ class Lowering(Body):
                     place = self.scalars.binary(
                         "+", self.scalars(given.within[0]), place, stmt.span
                     )
-                    last = self.scalars(given.within[1]).as_int(given.within[1].span)
+                    if number == 0:
+                        last = self.scalars(given.within[1]).as_int(given.within[1].span)
+                    aligned &= number == 0
                     inside.append(self._inside(given.within[1], place, stmt))
                     before.append(before_range)
                     if self.program.paged(stmt):
