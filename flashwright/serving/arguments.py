@@ -20,12 +20,14 @@ CACHE_TYPES = {torch.float8_e4m3fn: "fp8"}
 """The types that keys and values may have beside 16-bit queries."""
 
 
-def window_of(window: Any) -> tuple[int, int]:
-    """A window's keys to the left and to the right. Raises TypeError for anything else."""
+def masks_of(causal: bool, window: Any) -> tuple[bool, tuple[int, int]]:
+    """Whether no later key is seen, and a window's keys to the left and to the right, -1 for all. A
+    window that ends at a query's own key is causal. Raises TypeError for what is no window."""
     pair = window if type(window) is tuple else tuple(window) if isinstance(window, list) else ()
     if len(pair) != 2:
         raise TypeError(f"window_size must be (left, right), -1 for all; it is {window!r}")
-    return pair
+    left, right = pair
+    return (True, (left, -1)) if causal or right == 0 else (False, (left, right))
 
 
 def check_tensors(tensors: Tensors, names: Mapping[str, str], *needed: str) -> None:
@@ -60,8 +62,8 @@ def settings_of(
     """The spec's settings for FlashAttention's. Raises NoKernel for windows that no kernel has."""
     found: dict[str, Any] = {"causal": True} if causal else {}
     left, right = window
-    if left >= 0 or (right >= 0 and not causal):
-        if left < 0 or not (causal or left == right):
+    if left >= 0 or right >= 0:
+        if not causal and left != right:
             text = (
                 f"window_size = {(left, right)}: kernels see as far to the left as to the right, "
             )

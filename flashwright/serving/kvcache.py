@@ -107,7 +107,8 @@ def flash_attn_with_kvcache(
     kernel can be made.
     """
     _check_pairs(k, v, rotary_cos, rotary_sin, prefix_k, prefix_v)
-    starts, window = None, arguments.window_of(window_size)
+    causal, window = arguments.masks_of(causal, window_size)
+    starts = None
     if isinstance(tree_mask, torch.Tensor) and tree_mask.dtype != torch.bool:
         tree_mask = tree.as_bools(tree_mask, q)
     if not (

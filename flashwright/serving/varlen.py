@@ -83,7 +83,7 @@ def flash_attn_varlen_func(
         "sink": arguments.in_fp32(sink),
     }
     longest = _longest(max_seqlen_q, max_seqlen_k)
-    window = arguments.window_of(window_size)
+    causal, window = arguments.masks_of(causal, window_size)
     options: tuple[Any, ...] = (softmax_scale, causal, window, softcap, longest)
     options = (*options, *arguments.take_scales(tensors, k_descale, v_descale))
     if _on_cpu(q):

@@ -105,6 +105,14 @@ def test_a_kernel_computes_it(
     torch.testing.assert_close(found[1], wanted[1], atol=1e-4, rtol=1e-4)
 
 
+def test_a_window_that_ends_at_the_query_is_causal() -> None:
+    given = tensors()
+    for window, same in (((-1, 0), (-1, -1)), ((15, 0), (15, 3))):
+        wanted = flashwright.flash_attn_varlen_func(*given, causal=True, window_size=same)
+        found = flashwright.flash_attn_varlen_func(*given, window_size=window)
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("name", ["causal", pytest.param("sink", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("page", [None, 16, 256])
 def test_keys_in_a_cache(
