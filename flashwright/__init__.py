@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flashwright.serving.mla import flash_mla_with_kvcache as flash_mla_with_kvcache
     from flashwright.serving.mla import get_mla_metadata as get_mla_metadata
     from flashwright.serving.varlen import flash_attn_varlen_func as flash_attn_varlen_func
+    from flashwright.sparse.nsa import nsa as nsa
     from flashwright.spec import AttentionSpec
 
 
@@ -139,6 +140,7 @@ _LATER = {
     "flash_mla_with_kvcache": "serving.mla",
     "get_mla_metadata": "serving.mla",
     "merge_states": "serving.merge",
+    "nsa": "sparse.nsa",
     "NoKernel": "flex.task",
 }
 

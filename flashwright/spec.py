@@ -229,6 +229,7 @@ class AttentionSpec(BaseModel):
         if self.value_dim != self.head_dim:
             width += f" (V {self.value_dim})"
         extras = [
+            f"NSA's {self.branch} branch" if self.branch is not None else "",
             self._mask_in_words,
             self._window_in_words,
             f"softcap {_exact(self.softcap)}" if self.softcap is not None else "",

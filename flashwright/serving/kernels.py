@@ -24,6 +24,7 @@ from flashwright.flex.task import (
     first_results,
 )
 from flashwright.generate.packed import PackedOrder
+from flashwright.generate.store import Order
 from flashwright.lang.diagnostic import Failed
 from flashwright.pytorch.bound import Bound
 from flashwright.pytorch.operator import Operator, torch_operator, undisturbed
@@ -40,7 +41,8 @@ class Wanted:
     """A kernel that a call needs."""
 
     task: Task
-    batch: Batch
+    batch: Batch | None
+    """How sequences lie; None if they have one length."""
     mods: Mods | None = None
     """A mask on top of the task's."""
     gradients: tuple[str, ...] = ()
@@ -50,6 +52,8 @@ class Wanted:
     @property
     def order(self) -> Any:
         """What the store finds or makes."""
+        if self.batch is None:
+            return Order(self.task.spec, self.task.card, self.mods)
         order = PackedOrder(self.task.spec.of_sequences(self.batch), self.task.card, self.mods)
         return order.backward(self.gradients, self.deterministic) if self.gradients else order
 

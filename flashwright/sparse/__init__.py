@@ -1,0 +1,1 @@
+"""Sparse attention: operators of several kernels (native sparse attention)."""

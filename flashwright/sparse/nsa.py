@@ -1,0 +1,273 @@
+"""Native sparse attention (NSA): each query attends to the means of all blocks of keys, to the
+blocks that matter most, and to the latest keys. Gates weigh the three.
+
+The conventions are those of the fla library's `parallel_nsa`: tensors are (batch, tokens, heads,
+dim). On a GPU each branch is a kernel of the author's variants, made once; means, sums of weights
+and the choice of blocks are PyTorch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from flashwright.author.builtin.variants import make_spec
+from flashwright.flex import attention as flex
+from flashwright.flex.task import DTYPES, ROWS, NoKernel, Task, compare_rows
+from flashwright.serving import arguments
+from flashwright.serving.kernels import Wanted
+from flashwright.sparse import reference
+from flashwright.sparse.selection import chosen, pooled, positions
+from flashwright.spec import BadSpec, scale_of
+
+
+def nsa(
+    q: Any,
+    k: Any,
+    v: Any,
+    g_cmp: Any = None,
+    g_slc: Any = None,
+    g_swa: Any = None,
+    block_indices: Any = None,
+    block_counts: Any = 16,
+    block_size: int = 64,
+    window_size: int = 512,
+    scale: float | None = None,
+    cu_seqlens: Any = None,
+    *,
+    return_block_indices: bool = False,
+) -> Any:
+    """Native sparse attention of q, (batch, tokens, heads, dim), over k and v with fewer heads.
+
+    `g_cmp`, `g_slc` and `g_swa`, (batch, tokens, heads), weigh the branches over compressed blocks,
+    selected blocks and the latest `window_size` keys. A branch without a gate is left out, except
+    the selected one, which then counts once. The last query stands at the last key.
+
+    `block_indices`, (batch, tokens, kv heads, blocks), names the blocks of `block_size` keys that
+    each query reads; -1 is none. Without it they are chosen: the query's own, the first and the one
+    before its own, and those to whose means its group attends most. `block_counts`, a number or
+    (batch, tokens, kv heads), says how many. `cu_seqlens` says where the sequences of a packed
+    batch begin (then batch is 1); they are computed one after another.
+
+    Returns O, and with `return_block_indices` also the blocks. CPU tensors are computed by PyTorch,
+    with gradients. On a GPU the selected branch has none. Raises NoKernel with the reason where no
+    kernel can be made.
+    """
+    given = _Given(q, k, v, (g_cmp, g_slc, g_swa), block_indices)
+    given.check(block_counts)
+    if not _on_cpu(q) and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        text = "the selected branch of nsa has no gradient on a GPU yet: use torch.no_grad()"
+        raise NoKernel(f"{text}, or tensors on the CPU")
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    call = _Call(block_size, window_size, factor, block_counts)
+    if cu_seqlens is None:
+        out, blocks = call.one(given)
+    else:
+        out, blocks = call.packed(given, cu_seqlens)
+    return (out, blocks) if return_block_indices else out
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The tensors of a call: with a first axis of the batch and a second one of tokens."""
+
+    q: Any
+    k: Any
+    v: Any
+    gates: tuple[Any, Any, Any]
+    """Of compressed blocks, selected blocks, the window."""
+    blocks: Any
+
+    @property
+    def place(self) -> Any:
+        """Where the queries stand."""
+        return positions(self.q.shape[1], self.k.shape[1], self.q.device)
+
+    def check(self, counts: Any) -> None:
+        """Raise TypeError or ValueError, with the argument, for what does not fit."""
+        named = {"q": self.q, "k": self.k, "v": self.v}
+        arguments.check_axes(named, dict.fromkeys(named, "batch, tokens, heads, dim"))
+        batch, tokens, heads, _ = self.q.shape
+        kv_heads = self.k.shape[2]
+        if self.k.shape[:3] != self.v.shape[:3] or self.k.shape[0] != batch:
+            raise ValueError(
+                "q, k and v must have one batch, and k and v the same tokens and heads"
+            )
+        if heads % kv_heads:
+            raise ValueError(f"q has {heads} heads, which the {kv_heads} of k do not divide")
+        if self.k.shape[1] < tokens:
+            raise ValueError(f"q has {tokens} tokens and k {self.k.shape[1]}: queries are the last")
+        arguments.check_widths(self.q, "k", self.k)
+        for name, tensor in named.items():
+            if tensor.dtype != self.q.dtype:
+                raise TypeError(f"{name} must be {self.q.dtype}, as q; it is {tensor.dtype}")
+        shapes = {"g_cmp": 3, "g_slc": 3, "g_swa": 3, "block_indices": 4, "block_counts": 3}
+        others = (*self.gates, self.blocks, counts)
+        for (name, axes), tensor in zip(shapes.items(), others, strict=True):
+            if tensor is None or isinstance(tensor, (int, float)):
+                continue
+            arguments.check_tensors({name: tensor}, {})
+            if tensor.device != self.q.device:
+                raise ValueError(f"{name} is on {tensor.device}, q on {self.q.device}")
+            wanted = (batch, tokens, heads if name.startswith("g_") else kv_heads)
+            if tensor.ndim != axes or tuple(tensor.shape[:3]) != wanted:
+                shape = tuple(tensor.shape)
+                raise ValueError(f"{name} must have the shape {wanted}; it has {shape}")
+
+    def part(self, b: slice, rows: slice) -> _Given:
+        """Some tokens of some of the batch."""
+        gates = (g if g is None else g[b, rows] for g in self.gates)
+        blocks = None if self.blocks is None else self.blocks[b, rows]
+        return _Given(self.q[b, rows], self.k[b, rows], self.v[b, rows], (*gates,), blocks)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The settings of a call."""
+
+    block: int
+    window: int
+    scale: float
+    counts: Any
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("block_size", self.block, 1), ("window_size", self.window, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number from {least} on, not {value!r}")
+        if isinstance(self.counts, int) and self.counts < 1:
+            raise ValueError(f"block_counts must be at least 1, not {self.counts}")
+        if not isinstance(self.counts, (int, torch.Tensor)):
+            raise TypeError(f"block_counts must be a number or a tensor, not {self.counts!r}")
+
+    def packed(self, given: _Given, starts: Any) -> tuple[Any, Any]:
+        """O and the blocks of sequences that lie behind each other."""
+        arguments.check_numbers("cu_seqlens", starts.int(), given.q.device, (None,))
+        bounds = starts.tolist()
+        ends = given.q.shape[1]
+        rising = all(a <= b for a, b in pairwise(bounds))
+        if given.q.shape[0] != 1 or given.k.shape[1] != ends or not rising or bounds[-1] != ends:
+            text = f"cu_seqlens must rise from 0 to {ends}, the tokens of q and k, and batch be 1"
+            raise ValueError(f"{text}; it is {bounds}")
+        found = []
+        for first, last in pairwise(bounds):
+            rows, every = slice(first, last), slice(None)
+            counts = self.counts if isinstance(self.counts, int) else self.counts[:, rows]
+            one = _Call(self.block, self.window, self.scale, counts)
+            found.append(one.one(given.part(every, rows)))
+        outs, blocks = zip(*found, strict=True)
+        most = max(x.shape[3] for x in blocks)
+        wide = [torch.nn.functional.pad(x, (0, most - x.shape[3]), value=-1) for x in blocks]
+        return torch.cat(outs, dim=1), torch.cat(wide, dim=1)
+
+    def one(self, given: _Given) -> tuple[Any, Any]:
+        """O and the blocks of sequences of one length."""
+        compress, select, window = given.gates
+        blocks, means = given.blocks, None
+        if compress is not None or blocks is None:
+            pools = pooled(given.k, self.block), pooled(given.v, self.block)
+            means, lse = self._compressed(given, *pools)
+        if blocks is None:
+            where = (given.k.shape[1], self.counts, self.block, self.scale)
+            with torch.no_grad():
+                blocks = chosen(given.q, pools[0], lse, *where)
+        out = self._selected(given, blocks.int())
+        out = out if select is None else out * select[..., None].to(out.dtype)
+        if compress is not None:
+            out = torch.addcmul(out, means, compress[..., None].to(out.dtype))
+        if window is not None and self.window:
+            latest = self._latest(given)
+            out = torch.addcmul(out, latest, window[..., None].to(out.dtype))
+        return out, blocks
+
+    def _compressed(self, given: _Given, k: Any, v: Any) -> tuple[Any, Any]:
+        q, how = given.q, (self.block, self.scale)
+        if _on_cpu(q) or not q.numel() or not k.numel():
+            out, lse = reference.compressed(q, k, v, *how, given.place)
+            return out.to(q.dtype), lse
+        wanted = self._wanted(given, "nsa-compressed", block=self.block, stride=self.block)
+        turned = [x.transpose(1, 2) for x in (q, k, v)]
+        out, lse = wanted.entry().operator(*turned, tokens=given.k.shape[1], return_lse=True)
+        out = out.transpose(1, 2)
+
+        def right(rows: Any) -> Any:
+            exact = (x[:1].double() for x in (q[:, rows], k, v))
+            return reference.compressed(*exact, *how, given.place[rows])[0]
+
+        _look(wanted, out, right)
+        return out, lse
+
+    def _selected(self, given: _Given, blocks: Any) -> Any:
+        q, k, v, how = given.q, given.k, given.v, (self.block, self.scale)
+        if _on_cpu(q) or not q.numel():
+            return reference.selected(q, k, v, blocks, *how, given.place).to(q.dtype)
+        shape = {"selected_block": self.block, "top_k": blocks.shape[3]}
+        wanted = self._wanted(given, "nsa-selected", **shape)
+        tensors = {"q": q, "k": k, "v": v, "idx": blocks}
+        named = {name: x.transpose(1, 2) for name, x in tensors.items()}
+        operator = wanted.entry().operator
+        out = operator(*(named[name] for name in operator.inputs)).transpose(1, 2)
+
+        def right(rows: Any) -> Any:
+            exact = (x[:1].double() for x in (q[:, rows], k, v))
+            return reference.selected(*exact, blocks[:1, rows], *how, given.place[rows])
+
+        _look(wanted, out, right)
+        return out
+
+    def _latest(self, given: _Given) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in (given.q, given.k, given.v))
+        found = flex.attention(q, k, v, causal=True, window=self.window, scale=self.scale)
+        return found.transpose(1, 2)
+
+    def _wanted(self, given: _Given, variant: str, **settings: int) -> Wanted:
+        """The kernel of a branch."""
+        q, k, v = given.q, given.k, given.v
+        widths = (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+        scale = scale_of(self.scale, q.shape[3])
+        task = _task(variant, q.dtype, q.device, widths, scale, tuple(settings.items()))
+        return Wanted(task, None)
+
+
+def _on_cpu(tensor: Any) -> bool:
+    return bool(tensor.is_cpu)
+
+
+def _look(wanted: Wanted, out: Any, right: Callable[[Any], Any]) -> None:
+    """Compare some rows of a new kernel's first output with PyTorch in fp64."""
+
+    def check(results: Any) -> None:
+        rows = torch.linspace(0, out.shape[1] - 1, min(ROWS, out.shape[1])).long().to(out.device)
+        exact = right(rows)
+        for head in {0, out.shape[2] - 1}:
+            ours = results["o"][0, rows, head].double().cpu().numpy()
+            compare_rows(ours, exact[0, :, head].cpu().numpy(), wanted.task.spec, (0, head))
+
+    with torch.no_grad():
+        wanted.entry().look(wanted, {"o": out.detach()}, check)
+
+
+@lru_cache
+def _task(
+    variant: str,
+    kind: Any,
+    device: Any,
+    widths: tuple[int, int, int, int],
+    scale: float | None,
+    settings: tuple[tuple[str, int], ...],
+) -> Task:
+    """The task of a branch. Raises NoKernel."""
+    dtype = DTYPES.get(str(kind).removeprefix("torch."))
+    if dtype not in ("fp16", "bf16"):
+        raise NoKernel(f"q is {kind}: kernels of nsa take float16 and bfloat16")
+    heads, kv_heads, head_dim, v_dim = widths
+    own = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    try:
+        spec = make_spec(variant, **own, v_dim=v_dim, scale=scale, **dict(settings))
+    except BadSpec as error:
+        raise NoKernel(str(error)) from None
+    return Task(spec, flex.card_of(device))

@@ -1,0 +1,199 @@
+"""flashwright.nsa: native sparse attention. Without a GPU the CUDA path is tried with operators
+that interpret the programs that were made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import flashwright  # noqa: E402
+from flashwright.flex import attention as flex  # noqa: E402
+from flashwright.flex.task import NoKernel, WrongKernel  # noqa: E402
+from flashwright.serving import kernels  # noqa: E402
+from flashwright.sparse import nsa, reference, selection  # noqa: E402
+from tests.unit.uncompiled import CARD, interpret_operators, without_compiler  # noqa: E402
+
+BLOCK = 16
+
+
+def tensors(tokens: int, heads: int, kv_heads: int, kind: Any = torch.float32) -> list[Any]:
+    torch.manual_seed(tokens)
+    shapes = ((heads, 32), (kv_heads, 32), (kv_heads, 48))
+    rows = [torch.randn(2, tokens, *shape).to(kind) for shape in shapes]
+    return [*rows, *(torch.rand(2, tokens, heads).to(kind) for _ in range(3))]
+
+
+def weighted(scores: list[Any], values: list[Any]) -> Any:
+    """Softmax over a list of scores, and the sum of the values."""
+    if not scores:
+        return 0.0
+    return torch.stack(scores).softmax(0) @ torch.stack(values)
+
+
+def by_hand(given: list[Any], blocks: Any, window: int) -> Any:
+    """A query at a time, in loops."""
+    q, k, v, *gates = given
+    out = torch.zeros(*q.shape[:3], v.shape[3])
+    group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
+    for b, t, h in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():
+        row, keys, values = q[b, t, h] * scale, k[b, :, h // group], v[b, :, h // group]
+        whole = [slice(n, n + BLOCK) for n in range(0, t + 2 - BLOCK, BLOCK)]
+        read = [n * BLOCK + i for n in blocks[b, t, h // group] if n >= 0 for i in range(BLOCK)]
+        read = [n for n in read if n <= t]
+        latest = list(range(max(0, t - window + 1), t + 1))
+        pools = [keys[s].mean(0) for s in whole], [values[s].mean(0) for s in whole]
+        parts = [weighted([row @ x for x in pools[0]], pools[1])]
+        parts += [
+            weighted([row @ keys[n] for n in p], [values[n] for n in p]) for p in (read, latest)
+        ]
+        out[b, t, h] = sum(g[b, t, h] * part for g, part in zip(gates, parts, strict=True))
+    return out
+
+
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(63, 4, 1), (40, 2, 2), (5, 4, 2)])
+def test_it_is_the_sum_of_its_branches(tokens: int, heads: int, kv_heads: int) -> None:
+    given = tensors(tokens, heads, kv_heads)
+    how = {"block_size": BLOCK, "block_counts": 3, "window_size": 10}
+    out, blocks = flashwright.nsa(*given, **how, return_block_indices=True)
+    assert blocks.shape == (2, tokens, kv_heads, 3)
+    torch.testing.assert_close(out, by_hand(given, blocks, 10), atol=1e-5, rtol=1e-5)
+    assert torch.equal(flashwright.nsa(*given, blocks, **how), out)
+
+
+def test_the_blocks_that_matter_most_are_chosen() -> None:
+    """Its own, the first, the one before, then those that hold what the query looks for."""
+    q, k, v, *gates = tensors(8 * BLOCK, 4, 1)
+    k[:, 3 * BLOCK : 4 * BLOCK] += 5 * q[:, -1:, :2].sum(2, keepdim=True)
+    for count, wanted in ((1, {7}), (2, {7, 0}), (3, {7, 0, 6}), (4, {7, 0, 6, 3})):
+        how = {"block_size": BLOCK, "block_counts": count, "return_block_indices": True}
+        _, blocks = flashwright.nsa(q, k, v, *gates, **how)
+        assert set(blocks[0, -1, 0].tolist()) == wanted
+        own = torch.arange(8 * BLOCK) // BLOCK
+        assert (blocks <= own[None, :, None, None]).all()
+    assert blocks[0, 0, 0].tolist() == [0, -1, -1, -1]
+    counts = torch.tensor([1, 4]).repeat(2, 4 * BLOCK)[..., None]
+    _, fewer = flashwright.nsa(q, k, v, *gates, **{**how, "block_counts": counts})
+    assert torch.equal(fewer[:, 1::2], blocks[:, 1::2])
+    assert torch.equal(fewer[:, ::2, :, 0], blocks[:, ::2, :, 0])
+    assert (fewer[:, ::2, :, 1:] == -1).all()
+
+
+def test_many_queries_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, how = tensors(70, 4, 2), {"block_size": BLOCK, "block_counts": 3, "window_size": 10}
+    whole = flashwright.nsa(*given, **how)
+    monkeypatch.setattr(selection, "_ROOM", 100)
+    monkeypatch.setattr(reference, "_ROOM", 1)
+    torch.testing.assert_close(flashwright.nsa(*given, **how), whole)
+
+
+def test_blocks_that_are_named_twice_or_not_there() -> None:
+    """Twice they count twice, as in the loop over them; behind the query not at all."""
+    given = tensors(40, 2, 2)
+    blocks = torch.tensor([0, 0, 1, 2, 7, -1]).expand(2, 40, 2, 6)
+    how = {"block_size": BLOCK, "window_size": 0}
+    out = flashwright.nsa(*given[:3], None, given[4], None, blocks, **how)
+    zeros = torch.zeros_like(given[3])
+    wanted = by_hand([*given[:3], zeros, given[4], zeros], blocks.clamp(max=2), 1)
+    last = blocks == 7
+    assert last.any()
+    once = by_hand([*given[:3], zeros, given[4], zeros], torch.where(last, -1, blocks), 1)
+    torch.testing.assert_close(out, once, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(once, wanted)
+
+
+def test_gradients_on_the_cpu() -> None:
+    given = [x[:1, :20, :2].double().requires_grad_() for x in tensors(20, 2, 2)]
+    blocks = torch.tensor([0, 1, 2, -1]).expand(1, 20, 2, 4)
+
+    def call(*leaves: Any) -> Any:
+        return flashwright.nsa(*leaves, blocks, block_size=8, window_size=5)
+
+    assert torch.autograd.gradcheck(call, given, fast_mode=True)
+
+
+def test_sequences_of_a_packed_batch_are_computed_alone() -> None:
+    given = [x[:1] for x in tensors(60, 4, 2)]
+    how = {"block_size": BLOCK, "block_counts": 3, "window_size": 10}
+    starts = torch.tensor([0, 17, 17, 60])
+    out, blocks = flashwright.nsa(*given, **how, cu_seqlens=starts, return_block_indices=True)
+    parts = [flashwright.nsa(*(x[:, s] for x in given), **how) for s in (slice(17), slice(17, 60))]
+    assert torch.equal(out, torch.cat(parts, dim=1))
+    assert torch.equal(flashwright.nsa(*given, blocks, **how, cu_seqlens=starts), out)
+
+
+# --- by kernels ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """CPU tensors take the way of CUDA tensors, into kernels that are interpreted."""
+    without_compiler(monkeypatch, tmp_path / "cache")
+    monkeypatch.setattr(kernels, "_KERNELS", {})
+    monkeypatch.setattr(flex, "_TASKS", {})
+    monkeypatch.setattr(flex, "_KERNELS", {})
+    monkeypatch.setattr(flex, "card_of", lambda device: CARD)
+    monkeypatch.setattr(nsa, "_on_cpu", lambda tensor: False)
+    monkeypatch.setattr(nsa._Call, "_latest", lambda call, given: given.q[..., :1] * 0)
+    nsa._task.cache_clear()
+    return interpret_operators(monkeypatch)
+
+
+def half(tokens: int, heads: int, kv_heads: int) -> list[Any]:
+    return [x.bfloat16() for x in tensors(tokens, heads, kv_heads)]
+
+
+HOW = {"block_size": 64, "block_counts": 2, "window_size": 0}
+
+
+def test_kernels_compute_it(on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, *gates = half(150, 4, 2)
+    v = torch.cat((v, v), dim=3)[..., :64]
+    out, blocks = flashwright.nsa(q, k, v, *gates, **HOW, return_block_indices=True)
+    assert on_gpu == [("O", "LSE"), ("O", "LSE")]
+    monkeypatch.setattr(nsa, "_on_cpu", lambda tensor: True)
+    wanted = flashwright.nsa(q, k, v, *gates, blocks, **HOW)
+    torch.testing.assert_close(out.float(), wanted.float(), atol=0.02, rtol=0.02)
+
+
+def test_a_wrong_kernel_is_found(
+    on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = reference.selected
+    monkeypatch.setattr(reference, "selected", lambda *a: real(*a) + 0.5)
+    q, k, v, *gates = half(150, 4, 2)
+    with pytest.raises(WrongKernel, match="batch 0, head"):
+        flashwright.nsa(q, k, v[..., :32], *gates, **HOW)
+
+
+def test_a_missing_gradient_is_said(on_gpu: list[tuple[str, ...]]) -> None:
+    q, k, v, *gates = half(150, 4, 2)
+    with pytest.raises(NoKernel, match="selected branch of nsa has no gradient"):
+        flashwright.nsa(q.requires_grad_(), k, v[..., :32], *gates, **HOW)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": torch.zeros(2, 40, 32)}, ValueError, "q must have the axes"),
+        ({"q": torch.zeros(2, 40, 3, 32)}, ValueError, "the 2 of k do not divide"),
+        ({"q": torch.zeros(2, 41, 4, 32)}, ValueError, "queries are the last"),
+        ({"k": torch.zeros(2, 40, 2, 32).half()}, TypeError, "k must be torch.float32"),
+        ({"v": torch.zeros(2, 30, 2, 48)}, ValueError, "k and v the same tokens"),
+        ({"g_slc": torch.zeros(2, 40)}, ValueError, "g_slc must have the shape"),
+        ({"block_indices": torch.zeros(2, 40, 4, 3)}, ValueError, "block_indices must have"),
+        ({"block_indices": [0]}, TypeError, "block_indices must be a torch.Tensor"),
+        ({"block_counts": 0}, ValueError, "block_counts must be at least 1"),
+        ({"block_counts": 2.5}, TypeError, "block_counts must be a number or a tensor"),
+        ({"block_size": 0}, ValueError, "block_size must be a whole number from 1 on"),
+        ({"window_size": -1}, ValueError, "window_size must be a whole number from 0 on"),
+        ({"cu_seqlens": torch.tensor([0, 40])}, ValueError, "and batch be 1"),
+    ],
+)
+def test_what_does_not_fit_is_said(change: dict[str, Any], error: Any, message: str) -> None:
+    names = ("q", "k", "v", "g_cmp", "g_slc", "g_swa")
+    given = {**dict(zip(names, tensors(40, 4, 2), strict=True)), **change}
+    with pytest.raises(error, match=message):
+        flashwright.nsa(**given)
