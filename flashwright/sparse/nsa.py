@@ -121,9 +121,10 @@ class _Given:
 
     def part(self, b: slice, rows: slice) -> _Given:
         """Some tokens of some of the batch."""
-        gates = (g if g is None else g[b, rows] for g in self.gates)
+        first, second, third = (g if g is None else g[b, rows] for g in self.gates)
         blocks = None if self.blocks is None else self.blocks[b, rows]
-        return _Given(self.q[b, rows], self.k[b, rows], self.v[b, rows], (*gates,), blocks)
+        tensors = (self.q[b, rows], self.k[b, rows], self.v[b, rows])
+        return _Given(*tensors, (first, second, third), blocks)
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ class _Call:
         out = out.transpose(1, 2)
 
         def right(rows: Any) -> Any:
-            exact = (x[:1].double() for x in (q[:, rows], k, v))
+            exact = (q[:1, rows].double(), k[:1].double(), v[:1].double())
             return reference.compressed(*exact, *how, given.place[rows])[0]
 
         _look(wanted, out, right)
@@ -213,7 +214,7 @@ class _Call:
         out = operator(*(named[name] for name in operator.inputs)).transpose(1, 2)
 
         def right(rows: Any) -> Any:
-            exact = (x[:1].double() for x in (q[:, rows], k, v))
+            exact = (q[:1, rows].double(), k[:1].double(), v[:1].double())
             return reference.selected(*exact, blocks[:1, rows], *how, given.place[rows])
 
         _look(wanted, out, right)
