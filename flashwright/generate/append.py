@@ -5,15 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 
-from flashwright.files import sha256
-from flashwright.generate.backward import built
-from flashwright.generate.folder import write_package
-from flashwright.gpu import Gpu
-from flashwright.lang.parse import parse
-from flashwright.measure.machine import translator
+from flashwright.generate.own_program import OwnProgram
 
 ROWS = 16
 """Tokens of a thread block, which is one warp."""
@@ -57,33 +50,7 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class _Program:
-    """A program for new tokens, and its package."""
-
-    gpu: Gpu
-
-    @property
-    def code(self) -> str:
-        """The program."""
-        raise NotImplementedError
-
-    @cached_property
-    def key(self) -> str:
-        """A digest of what is computed, for which GPU, and of the translator."""
-        return sha256("\0".join((self.code, self.gpu.name, translator())))
-
-    @property
-    def name(self) -> str:
-        """The name of its package."""
-        return f"{self.gpu.name}-{type(self).__name__.lower()}-{self.key[:16]}"
-
-    def make(self, folder: Path, verified: bool) -> None:
-        """Write the package. Raises Failed if a kernel cannot be made."""
-        write_package(folder, built(parse(self.code), self.gpu), self.gpu.name)
-
-
-@dataclass(frozen=True)
-class Append(_Program):
+class Append(OwnProgram):
     """New keys and values, written behind those of each sequence.
 
     `K` and `V` are changed in place. With a rotation `NewK` and `K` are its two halves, along an
@@ -188,7 +155,7 @@ class Append(_Program):
 
 
 @dataclass(frozen=True)
-class Rotate(_Program):
+class Rotate(OwnProgram):
     """Queries, rotated by their positions: `Q` to `Turned`, `RestQ` to `RestTurned`."""
 
     dtype: str

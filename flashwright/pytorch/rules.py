@@ -75,8 +75,10 @@ class Backward(Protocol):
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    dims: tuple[str, ...]
+    """Sizes that no tensor shows, given by name."""
 
-    def compute(self, *tensors: Any) -> Sequence[Any]:
+    def compute(self, *tensors: Any, **dims: Any) -> Sequence[Any]:
         """All outputs."""
 
 
@@ -182,7 +184,9 @@ class Gradient:
         given |= of_keys(made.inputs, given)
         for name in set(made.inputs) - given.keys():  # an output that the caller has not used
             given[name] = torch.zeros_like(given[name.removeprefix("d")])
-        results = made.compute(*(_with_rows(given[name]) for name in made.inputs))
+        sizes = dict(zip(self.signature.dims, ctx.more, strict=True))
+        dims = {name: sizes[name] for name in made.dims}
+        results = made.compute(*(_with_rows(given[name]) for name in made.inputs), **dims)
         found = dict(zip((name.lower() for name in made.outputs), results, strict=True))
         if not any(isinstance(tensor, FakeTensor) for tensor in results):
             self.check(wanted, given, found)

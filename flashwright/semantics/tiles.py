@@ -125,9 +125,15 @@ KEYS_AS_ROWS = ("kv_len", "q_len")
 
 def axis_of(position: str, axes: tuple[Where | None, ...]) -> int:
     """The axis of a tile that `q_idx` or `kv_idx` goes along: `q_idx` along the rows, unless the
-    rows are keys and the columns are queries."""
+    rows are keys and the columns are queries, or heads of a group."""
     dims = tuple(w.dim if w is not None else "" for w in axes)
-    return int((position == "kv_idx") != (dims == KEYS_AS_ROWS))
+    swapped = dims == KEYS_AS_ROWS or (dims[0] == KEYS_AS_ROWS[0] and of_heads(axes[-1]))
+    return int((position == "kv_idx") != swapped)
+
+
+def of_heads(where: Any) -> bool:
+    """Whether a tile's columns are neither positions nor elements of rows."""
+    return where is not None and where.label not in ("L", "D")
 
 
 def together(tiles: Iterable[Tile]) -> tuple[Masked, ...]:

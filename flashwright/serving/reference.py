@@ -125,12 +125,13 @@ def check_gradients(
             elif b == short[0]:
                 at = slice(*places[name][b : b + 2])
                 found = results[f"d{name}"].transpose(0, 1)[at]
-                _check_gradient(spec, f"d{name} of sequence {b}", found, right[at])
+                check_gradient(spec, f"d{name} of sequence {b}", found, right[at])
     for name, right in totals.items() if whole else ():
-        _check_gradient(spec, f"d{name}", results[f"d{name}"], right)
+        check_gradient(spec, f"d{name}", results[f"d{name}"], right)
 
 
-def _check_gradient(spec: AttentionSpec, name: str, found: Any, right: Any) -> None:
+def check_gradient(spec: AttentionSpec, name: str, found: Any, right: Any) -> None:
+    """Raise WrongKernel if a first gradient is not the right one."""
     error = float((found.double() - right).norm() / right.norm().clamp(min=1e-6))
     if not error <= LIMIT[spec.dtype]:
         text = f"a new backward is wrong: {name} is {error:.2g} of its norm"

@@ -8,9 +8,10 @@ and the choice of blocks are PyTorch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,11 +20,18 @@ import torch
 from flashwright.author.builtin.variants import make_spec
 from flashwright.flex import attention as flex
 from flashwright.flex.task import DTYPES, ROWS, NoKernel, Task, compare_rows
+from flashwright.generate.selected import SelectedBackward
+from flashwright.generate.store import tell
+from flashwright.pytorch.rules import is_deterministic
 from flashwright.serving import arguments
 from flashwright.serving.kernels import Wanted
+from flashwright.serving.reference import check_gradient
 from flashwright.sparse import reference
 from flashwright.sparse.selection import chosen, pooled, positions
-from flashwright.spec import BadSpec, scale_of
+from flashwright.spec import AttentionSpec, BadSpec, scale_of
+
+_MOST_READ = 1 << 24
+"""Elements of keys and values that queries read, in first gradients that are checked."""
 
 
 def nsa(
@@ -54,15 +62,13 @@ def nsa(
     (batch, tokens, kv heads), says how many. `cu_seqlens` says where the sequences of a packed
     batch begin (then batch is 1); they are computed one after another.
 
-    Returns O, and with `return_block_indices` also the blocks. CPU tensors are computed by PyTorch,
-    with gradients. On a GPU the selected branch has none. Raises NoKernel with the reason where no
-    kernel can be made.
+    Returns O, and with `return_block_indices` also the blocks. Gradients pass through all branches
+    and gates, not through the choice of blocks; those of the selected branch are sums in any order.
+    CPU tensors are computed by PyTorch. Raises NoKernel with the reason where no kernel can be
+    made.
     """
     given = _Given(q, k, v, (g_cmp, g_slc, g_swa), block_indices)
     given.check(block_counts)
-    if not _on_cpu(q) and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        text = "the selected branch of nsa has no gradient on a GPU yet: use torch.no_grad()"
-        raise NoKernel(f"{text}, or tensors on the CPU")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     call = _Call(block_size, window_size, factor, block_counts)
     if cu_seqlens is None:
@@ -193,32 +199,24 @@ class _Call:
         wanted = self._wanted(given, "nsa-compressed", block=self.block, stride=self.block)
         turned = [x.transpose(1, 2) for x in (q, k, v)]
         out, lse = wanted.entry().operator(*turned, tokens=given.k.shape[1], return_lse=True)
-        out = out.transpose(1, 2)
 
         def right(rows: Any) -> Any:
             exact = (q[:1, rows].double(), k[:1].double(), v[:1].double())
             return reference.compressed(*exact, *how, given.place[rows])[0]
 
-        _look(wanted, out, right)
-        return out, lse
+        check = partial(_check, wanted.task.spec, right)
+        wanted.entry().look(wanted, {"o": out}, check)
+        return out.transpose(1, 2), lse
 
     def _selected(self, given: _Given, blocks: Any) -> Any:
         q, k, v, how = given.q, given.k, given.v, (self.block, self.scale)
         if _on_cpu(q) or not q.numel():
             return reference.selected(q, k, v, blocks, *how, given.place).to(q.dtype)
-        shape = {"selected_block": self.block, "top_k": blocks.shape[3]}
-        wanted = self._wanted(given, "nsa-selected", **shape)
-        tensors = {"q": q, "k": k, "v": v, "idx": blocks}
-        named = {name: x.transpose(1, 2) for name, x in tensors.items()}
-        operator = wanted.entry().operator
-        out = operator(*(named[name] for name in operator.inputs)).transpose(1, 2)
-
-        def right(rows: Any) -> Any:
-            exact = (q[:1, rows].double(), k[:1].double(), v[:1].double())
-            return reference.selected(*exact, blocks[:1, rows], *how, given.place[rows])
-
-        _look(wanted, out, right)
-        return out
+        settings = {"selected_block": self.block, "top_k": blocks.shape[3]}
+        one = _Selected(self._wanted(given, "nsa-selected", **settings), given, blocks, how)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            return _WithGradients.apply(one, q, k, v)
+        return one.forward()[0]
 
     def _latest(self, given: _Given) -> Any:
         q, k, v = (x.transpose(1, 2) for x in (given.q, given.k, given.v))
@@ -234,22 +232,104 @@ class _Call:
         return Wanted(task, None)
 
 
+@dataclass(frozen=True)
+class _Selected:
+    """A call of the selected branch, by kernels."""
+
+    wanted: Wanted
+    given: _Given
+    blocks: Any
+    how: tuple[int, float]
+    """The keys of a block, and the scale."""
+
+    def _tensors(self) -> dict[str, Any]:
+        """The inputs by name, with heads before tokens."""
+        named = {"q": self.given.q, "k": self.given.k, "v": self.given.v, "idx": self.blocks}
+        return {name: x.transpose(1, 2) for name, x in named.items()}
+
+    def forward(self) -> tuple[Any, Any]:
+        """O, (batch, tokens, heads, dim), and LSE, (batch, heads, tokens)."""
+        check = partial(_check, self.wanted.task.spec, self._rows)
+        found = self.wanted.run(self._tensors(), {}, check)
+        return found["o"].transpose(1, 2), found["lse"]
+
+    def _rows(self, rows: Any) -> Any:
+        """Some rows of the first output, in fp64."""
+        q, k, v = self.given.q[:1, rows].double(), self.given.k[:1], self.given.v[:1]
+        blocks, place = self.blocks[:1, rows], self.given.place[rows]
+        return reference.selected(q, k.double(), v.double(), blocks, *self.how, place)
+
+    def backward(self, out: Any, lse: Any, grad: Any) -> list[Any]:
+        """The gradients of q, k and v."""
+        if is_deterministic(None):
+            text = "gradients of nsa's selected branch are sums in any order"
+            if not torch.is_deterministic_algorithms_warn_only_enabled():
+                raise RuntimeError(text)
+            warnings.warn(text, stacklevel=2)
+        delta = (grad.float() * out.float()).sum(-1).transpose(1, 2)
+        more = {"do": grad.transpose(1, 2), "lse": lse, "delta": delta.contiguous()}
+        wanted = _Gradients(self.wanted.task, None)
+        check = partial(self._check_gradients, grad)
+        found = wanted.run(self._tensors() | more, {}, check)
+        return [found[f"d{name}"].transpose(1, 2) for name in "qkv"]
+
+    def _check_gradients(self, grad: Any, results: Any) -> None:
+        """Raise WrongKernel if the first gradients are not PyTorch's in fp64."""
+        q, k, v = self.given.q, self.given.k, self.given.v
+        read = self.blocks.numel() * self.how[0] * (k.shape[3] + v.shape[3])
+        if read > _MOST_READ:
+            tell(f"the first gradients are not checked: the blocks have {read} elements")
+            return
+        q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+        with torch.enable_grad():
+            out = reference.selected(q, k, v, self.blocks, *self.how, self.given.place)
+            wanted = torch.autograd.grad(out, (q, k, v), grad.double())
+        for name, right in zip("qkv", wanted, strict=True):
+            ours = results[f"d{name}"].transpose(1, 2)
+            check_gradient(self.wanted.task.spec, f"d{name}", ours, right)
+
+
+class _Gradients(Wanted):
+    """The gradients of a kernel with selected blocks."""
+
+    @property
+    def order(self) -> Any:
+        """What the store finds or makes."""
+        return SelectedBackward(self.task.card, self.task.spec)
+
+
+class _WithGradients(torch.autograd.Function):  # type: ignore[misc]
+    """The selected branch by kernels, and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, one: _Selected, *inputs: Any) -> Any:
+        """O."""
+        out, lse = one.forward()
+        ctx.one = one
+        ctx.save_for_backward(out, lse, *inputs)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
+        """The gradients of q, k and v."""
+        out, lse, *_ = ctx.saved_tensors  # with the inputs, so that PyTorch sees changes to them
+        return None, *ctx.one.backward(out, lse, grad.contiguous())
+
+
 def _on_cpu(tensor: Any) -> bool:
     return bool(tensor.is_cpu)
 
 
-def _look(wanted: Wanted, out: Any, right: Callable[[Any], Any]) -> None:
-    """Compare some rows of a new kernel's first output with PyTorch in fp64."""
-
-    def check(results: Any) -> None:
-        rows = torch.linspace(0, out.shape[1] - 1, min(ROWS, out.shape[1])).long().to(out.device)
-        exact = right(rows)
-        for head in {0, out.shape[2] - 1}:
-            ours = results["o"][0, rows, head].double().cpu().numpy()
-            compare_rows(ours, exact[0, :, head].cpu().numpy(), wanted.task.spec, (0, head))
-
+def _check(spec: AttentionSpec, right: Callable[[Any], Any], results: Mapping[str, Any]) -> None:
+    """Raise WrongKernel if rows of a new kernel's first output are not the `right` ones, which are
+    PyTorch's in fp64."""
+    out = results["o"].detach().transpose(1, 2)
+    rows = torch.linspace(0, out.shape[1] - 1, min(ROWS, out.shape[1])).long().to(out.device)
     with torch.no_grad():
-        wanted.entry().look(wanted, {"o": out.detach()}, check)
+        exact = right(rows)
+    for head in {0, out.shape[2] - 1}:
+        ours, wanted = (x.double().cpu().numpy() for x in (out[0, rows, head], exact[0, :, head]))
+        compare_rows(ours, wanted, spec, (0, head))
 
 
 @lru_cache

@@ -45,6 +45,24 @@ def test_sequences_of_a_packed_batch() -> None:
     agrees(tensors(800, 16), cu_seqlens=starts)
 
 
+@pytest.mark.parametrize("group", [1, 4, 16])
+@pytest.mark.parametrize("tokens", [63, 1000])
+def test_gradients(tokens: int, group: int) -> None:
+    given = tensors(tokens, group)
+    torch.manual_seed(0)
+    grad = torch.randn_like(given[0])
+    _, blocks = flashwright.nsa(*given, return_block_indices=True)
+
+    def gradients(device: str) -> list[Any]:
+        leaves = [x.to(device).requires_grad_() for x in given]
+        out = flashwright.nsa(*leaves, blocks.to(device))
+        return list(torch.autograd.grad(out, leaves, grad.to(device)))
+
+    for ours, right in zip(gradients("cuda"), gradients("cpu"), strict=True):
+        error = (ours.float().cpu() - right.float()).norm() / right.float().norm()
+        assert error < 0.03
+
+
 def test_the_same_blocks_are_chosen() -> None:
     given = tensors(4096, 16)
     how = {"return_block_indices": True}

@@ -6,7 +6,9 @@ import functools
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from flashwright import gpu as gpus
@@ -17,6 +19,9 @@ from flashwright.build import package, toolchain
 from flashwright.build.compile import build
 from flashwright.build.make import make
 from flashwright.check.check import check
+from flashwright.emulate.package import read_served_kernels
+from flashwright.judge.emulated import launch, poisoned
+from flashwright.judge.form import planned_shape
 from flashwright.lang.parse import parse
 from flashwright.spec import AttentionSpec
 
@@ -77,3 +82,16 @@ def without_bound(source: str) -> str:
 def spec() -> AttentionSpec:
     """What the package should compute."""
     return SPEC
+
+
+def launched_in_order(folder: Path, given: dict[str, Any], dims: dict[str, int]) -> dict[str, Any]:
+    """All tensors after the kernels of a package have run under emulation."""
+    served, tensors = read_served_kernels(folder), dict(given)
+    for kernel in served.packages.values():
+        for tensor in kernel.plan.tensors:
+            if tensor.name not in tensors:
+                new = poisoned(tensor.padded(planned_shape(tensor, dims)), tensor.dtype)
+                tensors[tensor.name] = np.zeros_like(new) if tensor.name in served.zeroed else new
+        used = {t.name: tensors[t.name] for t in kernel.plan.tensors}
+        assert not launch(kernel, used, dims, "eager", 600.0).findings
+    return tensors

@@ -14,6 +14,7 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check
 from flashwright.emulate.emulate import run
 from flashwright.generate.append import Append, Rotate, Rotation
+from flashwright.generate.own_program import OwnProgram
 from flashwright.lang.parse import parse
 from flashwright.sandbox.tensors import DTYPES
 
@@ -27,7 +28,7 @@ from tests.share import some  # noqa: E402
 from tests.unit.emulated import needs_compilers  # noqa: E402
 from tests.unit.together import SCHEDULES  # noqa: E402
 from tests.unit.together import kernels as kernels_of  # noqa: E402
-from tests.unit.uncompiled import CARD, interpret_operators, make_append  # noqa: E402
+from tests.unit.uncompiled import CARD, interpret_operators, make_own  # noqa: E402
 
 LENGTHS = [0, 1, 17, 40]
 ROOM, HEADS, WIDTH = 64, 2, 32
@@ -37,8 +38,7 @@ ROOM, HEADS, WIDTH = 64, 2, 32
 def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors are taken for CUDA tensors, and programs interpreted."""
     monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(Append, "make", make_append)
-    monkeypatch.setattr(Rotate, "make", make_append)
+    monkeypatch.setattr(OwnProgram, "make", make_own)
     monkeypatch.setattr(flex, "card_of", lambda device: CARD)
     monkeypatch.setattr(append, "_on_cpu", lambda tensor: False)
     interpret_operators(monkeypatch)

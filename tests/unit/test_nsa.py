@@ -6,15 +6,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
+
+from flashwright import gpu as gpus
+from flashwright.author.builtin.variants import make_spec
+from flashwright.check.check import check
+from flashwright.generate.own_program import OwnProgram
+from flashwright.generate.selected import SelectedBackward
+from flashwright.lang.parse import parse
+from flashwright.program.kernels import Kernels
+from flashwright.semantics.interpret import interpret_all
 
 torch = pytest.importorskip("torch")
 import flashwright  # noqa: E402
 from flashwright.flex import attention as flex  # noqa: E402
-from flashwright.flex.task import NoKernel, WrongKernel  # noqa: E402
+from flashwright.flex.task import WrongKernel  # noqa: E402
 from flashwright.serving import kernels  # noqa: E402
 from flashwright.sparse import nsa, reference, selection  # noqa: E402
-from tests.unit.uncompiled import CARD, interpret_operators, without_compiler  # noqa: E402
+from tests.unit.emulated import launched_in_order, needs_compilers  # noqa: E402
+from tests.unit.uncompiled import CARD, interpret_operators, make_own, without_compiler  # noqa: E402
 
 BLOCK = 16
 
@@ -131,6 +143,7 @@ def test_sequences_of_a_packed_batch_are_computed_alone() -> None:
 def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """CPU tensors take the way of CUDA tensors, into kernels that are interpreted."""
     without_compiler(monkeypatch, tmp_path / "cache")
+    monkeypatch.setattr(OwnProgram, "make", make_own)
     monkeypatch.setattr(kernels, "_KERNELS", {})
     monkeypatch.setattr(flex, "_TASKS", {})
     monkeypatch.setattr(flex, "_KERNELS", {})
@@ -145,6 +158,8 @@ def half(tokens: int, heads: int, kv_heads: int) -> list[Any]:
     return [x.bfloat16() for x in tensors(tokens, heads, kv_heads)]
 
 
+RIGHT = SelectedBackward.code.fget
+WRONG = property(lambda order: RIGHT(order).replace("dKsum_register * Scale", "dKsum_register * 2"))
 HOW = {"block_size": 64, "block_counts": 2, "window_size": 0}
 
 
@@ -168,10 +183,46 @@ def test_a_wrong_kernel_is_found(
         flashwright.nsa(q, k, v[..., :32], *gates, **HOW)
 
 
-def test_a_missing_gradient_is_said(on_gpu: list[tuple[str, ...]]) -> None:
-    q, k, v, *gates = half(150, 4, 2)
-    with pytest.raises(NoKernel, match="selected branch of nsa has no gradient"):
-        flashwright.nsa(q.requires_grad_(), k, v[..., :32], *gates, **HOW)
+@pytest.mark.parametrize("block", [64, 128])
+def test_gradients_by_kernels(
+    block: int, on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of 128 keys is two tiles. Some queries are before the first key."""
+    q, k, v, *_ = half(150, 4, 2)
+    blocks = torch.randint(-1, 3, (2, 150, 2, 2))
+    grad = torch.randn(2, 150, 4, 32).bfloat16()
+
+    def gradients() -> Any:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v[..., :32])]
+        out = flashwright.nsa(*leaves, block_indices=blocks, block_size=block)
+        return torch.autograd.grad(out, leaves, grad)
+
+    found = gradients()
+    assert on_gpu == [("O", "LSE"), ("dQ", "dK", "dV")]
+    monkeypatch.setattr(nsa, "_on_cpu", lambda tensor: True)
+    for ours, right in zip(found, gradients(), strict=True):
+        assert (ours.float() - right.float()).norm() < 0.02 * right.float().norm()
+
+
+def test_wrong_gradients_are_found(
+    on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, *gates = half(70, 4, 2)
+    out = flashwright.nsa(q, k.requires_grad_(), v[..., :32], *gates, **HOW)
+    monkeypatch.setattr(SelectedBackward, "code", WRONG)
+    with pytest.raises(WrongKernel, match="dk is"):
+        out.float().sum().backward()
+
+
+def test_gradients_have_no_order(on_gpu: list[tuple[str, ...]]) -> None:
+    q, k, v, *gates = half(70, 4, 2)
+    out = flashwright.nsa(q.requires_grad_(), k, v[..., :32], *gates, **HOW)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="sums in any order"):
+            out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(
@@ -197,3 +248,38 @@ def test_what_does_not_fit_is_said(change: dict[str, Any], error: Any, message: 
     given = {**dict(zip(names, tensors(40, 4, 2), strict=True)), **change}
     with pytest.raises(error, match=message):
         flashwright.nsa(**given)
+
+
+def heads_first(x: Any) -> Any:
+    """(batch, tokens, kv heads, group, ...) as (batch, heads, tokens, ...), as a caller has it."""
+    return np.ascontiguousarray(np.moveaxis(x.reshape(*x.shape[:2], -1, *x.shape[4:]), 1, 2))
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_the_backward_that_is_made_computes_it(gpu: str, tmp_path: Path) -> None:
+    """Compiled, and under emulation, as the CPU run does."""
+    settings = {"heads": 4, "kv_heads": 2, "head_dim": 64, "top_k": 3, "dtype": "bf16"}
+    order = SelectedBackward(gpus.find(gpu), make_spec("nsa-selected", **settings))
+    order.make(tmp_path / "made", False)
+    dims = {"batch": 1, "heads": 4, "kv_heads": 2, "q_len": 40, "kv_len": 150}
+    rng = np.random.default_rng(0)
+    rows, keys = (1, 40, 2, 2), (1, 2, 150, 64)
+    shapes = {"Q": (*rows, 64), "dO": (*rows, 64), "K": keys, "V": keys, "LSE": rows, "Delta": rows}
+    given = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    given |= {n: given[n].astype(ml_dtypes.bfloat16) for n in ("Q", "dO", "K", "V")}
+    given["LSE"] += 4
+    given["LSE"][0, 3] = -np.inf  # as in a query that names no block
+    given["Idx"] = np.array([2, -1, 0], np.int32).repeat(80).reshape(1, 2, 40, 3)
+    given["Idx"] = rng.permuted(given["Idx"], axis=3)
+    programs = Kernels(tuple(check(parse(order.code)).kernels))
+    wanted = interpret_all(programs, given, dims)
+    callers = {
+        n: heads_first(x) if shapes.get(n, keys)[:2] == rows[:2] else x for n, x in given.items()
+    }
+    found = launched_in_order(tmp_path / "made", callers, dims)
+    for name in ("dQ", "dK", "dV"):
+        right = heads_first(wanted[name]) if name == "dQ" else wanted[name]
+        ours, right = (x.astype(np.float32) for x in (found[name], right))
+        assert np.linalg.norm(ours - right) < 0.01 * np.linalg.norm(right), name

@@ -12,11 +12,10 @@ import pytest
 
 from flashwright import gpu as gpus
 from flashwright.author.builtin.variants import make_spec
-from flashwright.emulate.package import read_package, read_served_kernels
+from flashwright.emulate.package import read_package
 from flashwright.generate.backward import BackwardOrder
 from flashwright.generate.packed import PackedOrder
-from flashwright.judge.emulated import launch, poisoned
-from flashwright.judge.form import planned_shape
+from flashwright.judge.emulated import launch
 from flashwright.spec import Batch
 
 torch = pytest.importorskip("torch")
@@ -24,7 +23,7 @@ import flashwright  # noqa: E402
 from flashwright.flex import attention as flex  # noqa: E402
 from flashwright.flex.task import NoKernel, WrongKernel, spec_of  # noqa: E402
 from flashwright.serving import kernels, reference, varlen  # noqa: E402
-from tests.unit.emulated import needs_compilers  # noqa: E402
+from tests.unit.emulated import launched_in_order, needs_compilers  # noqa: E402
 from tests.unit.uncompiled import (  # noqa: E402
     CARD,
     interpret_operators,
@@ -377,19 +376,6 @@ def test_the_package_that_is_made_computes_it(page: int | None, tmp_path: Path) 
     found = torch.from_numpy(out["O"].astype(np.float32)).transpose(0, 1)
     torch.testing.assert_close(found, wanted[0].float(), atol=0.02, rtol=0.02)
     torch.testing.assert_close(torch.from_numpy(out["LSE"]), wanted[1], atol=1e-4, rtol=1e-4)
-
-
-def launched_in_order(folder: Path, given: dict[str, Any], dims: dict[str, int]) -> dict[str, Any]:
-    """All tensors after the kernels of a package have run under emulation."""
-    served, tensors = read_served_kernels(folder), dict(given)
-    for package in served.packages.values():
-        for tensor in package.plan.tensors:
-            if tensor.name not in tensors:
-                new = poisoned(tensor.padded(planned_shape(tensor, dims)), tensor.dtype)
-                tensors[tensor.name] = np.zeros_like(new) if tensor.name in served.zeroed else new
-        used = {t.name: tensors[t.name] for t in package.plan.tensors}
-        assert not launch(package, used, dims, "eager", 600.0).findings
-    return tensors
 
 
 @needs_compilers

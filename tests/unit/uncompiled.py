@@ -22,9 +22,9 @@ from flashwright.build.steps import Steps
 from flashwright.check.check import check
 from flashwright.files import write
 from flashwright.generate import store
-from flashwright.generate.append import Append, Rotate
 from flashwright.generate.backward import CODE, SPEC, BackwardOrder
 from flashwright.generate.folder import RESULT
+from flashwright.generate.own_program import OwnProgram
 from flashwright.generate.packed import PackedOrder
 from flashwright.generate.pipeline import STAGES, generate
 from flashwright.gpu import Gpu
@@ -64,9 +64,9 @@ def make_packed(order: PackedOrder, folder: Path, verified: bool) -> None:
     _make_code(text, order.gpu, folder, {PTX: text})  # each has an operator of its own
 
 
-def make_append(order: Append | Rotate, folder: Path, verified: bool) -> None:
-    """In place of Append.make and Rotate.make: the same for what writes to a cache."""
-    _make_code(order.code, order.gpu, folder, {})
+def make_own(order: OwnProgram, folder: Path, verified: bool) -> None:
+    """In place of OwnProgram.make: the same for programs of our own."""
+    _make_code(order.code, order.gpu, folder, {PTX: order.code})
 
 
 def _make_code(text: str, gpu: Gpu, folder: Path, told: Mapping[str, str]) -> None:

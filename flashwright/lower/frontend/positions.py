@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Unary, expressions
 from flashwright.program.scalars import Value, number
-from flashwright.semantics.tiles import KEYS_AS_ROWS
+from flashwright.semantics.tiles import KEYS_AS_ROWS, of_heads
 
 ZERO, ONE = Num("0"), Num("1")
 
@@ -66,7 +66,7 @@ def axis_of(position: str, axes: Axes) -> int | None:
     where that depends on an axis whose position cannot be told."""
     dims = [w.dim if w is not None else "" for w in axes]
     swapped = [d in (known, "?") for d, known in zip(dims, KEYS_AS_ROWS, strict=False)]
-    if len(axes) == 1 or not all(swapped):
+    if len(axes) == 1 or not (swapped[0] and (swapped[1] or of_heads(axes[1]))):
         return min(int(position == "kv_idx"), len(axes) - 1)
     return None if "?" in dims else int(position == "q_idx")
 
