@@ -17,9 +17,7 @@ from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import Tree
 from flashwright.lang.parse import parse
 from flashwright.program.kernels import Kernels
-from flashwright.rewrite.grouped import grouped
-from flashwright.rewrite.packed import packed
-from flashwright.rewrite.split import split
+from flashwright.rewrite.sequenced import sequenced
 from flashwright.spec import AttentionSpec, Batch
 
 _USUAL_KEYS = 2048
@@ -103,15 +101,3 @@ def rectangular(
         behind = _STEP if mods is not None else behind  # a mask's own reads take registers
         few = rows_for(spec.decode * spec.group, spec.value_dim), behind
     return write_code(sketch, spec.each, gpu, mods, headroom, few, _USUAL_KEYS)
-
-
-def sequenced(tree: Tree, spec: AttentionSpec) -> Tree:
-    """A program for rectangular batches, rewritten for a spec's sequences. In a decode the heads of
-    a group that share keys are rows of one tile, and the keys are split over thread blocks unless
-    the spec says `unsplit`."""
-    assert spec.batch is not None
-    made = packed(tree, spec.batch)
-    if spec.decode is None:
-        return made
-    made = grouped(made, spec.group) if spec.group > 1 else made
-    return made if spec.unsplit else split(made)
