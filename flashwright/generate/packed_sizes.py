@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flashwright.author.builtin.author import Written, write_code
 from flashwright.author.builtin.choose import HEADROOMS, NothingFits
 from flashwright.author.builtin.mods import Mods
-from flashwright.author.builtin.needs import WIDEST
+from flashwright.author.builtin.splits import rows_for
 from flashwright.build.make import spilled
 from flashwright.check.check import check
 from flashwright.gpu import Gpu
@@ -24,18 +24,6 @@ _USUAL_KEYS = 2048
 """Of a sequence: the tiling is the best one for so many. For longer ones it costs little."""
 _STEP = 64
 """Keys of a step, where queries are few."""
-ROWS = (16, 64, 128)
-"""A decode's kernel is made for so many rows of a tile: the heads of a group, for each query."""
-
-SHARED_ROWS = 64
-"""Those of tiles whose columns warpgroups share."""
-
-
-def rows_for(count: int, v_dim: int) -> int:
-    """Which of ROWS a decode with so many rows of a kv head takes."""
-    if v_dim > WIDEST:
-        return SHARED_ROWS
-    return next((rows for rows in ROWS if count <= rows), ROWS[-1])
 
 
 def batch_of_few(queries: int, group: int, v_dim: int, page: int | None = None) -> Batch:
