@@ -35,7 +35,9 @@ class Cell:
     sequences: Sequences | None = None
 
     def __post_init__(self) -> None:
-        """Raise BadSpec for a spec of sequences without their lengths."""
+        """Raise BadSpec for a spec of sequences without their lengths, and for a backward pass."""
+        if self.spec.backward:
+            raise BadSpec(f"{self.spec.in_words}: `bench` measures forward passes")
         if (self.spec.batch is None) != (self.sequences is None):
             told = f"{self.spec.in_words}: a grid has rectangular batches"
             raise BadSpec(f"{told}; measure a package of these with --package")

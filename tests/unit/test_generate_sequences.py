@@ -26,9 +26,8 @@ from flashwright.generate.state import Run
 from flashwright.gpu import H200
 from flashwright.judge.emulated import judge_emulated
 from flashwright.lang.parse import parse
-from flashwright.measure.grid import of_spec
 from flashwright.program.kernels import Kernels
-from flashwright.spec import AttentionSpec, BadSpec, load
+from flashwright.spec import AttentionSpec, load
 from tests.unit.emulated import needs_compilers
 from tests.unit.llm_server import Server, say, serve
 from tests.unit.test_by_model import Nobody, fenced
@@ -108,12 +107,6 @@ def test_a_decode_is_accepted_and_a_wrong_one_refused(tmp_path: Path) -> None:
     verdict = judge_emulated(tmp_path / "wrong", load(folder / "spec.toml"), seed=7, most=4)
     assert {offence.name for offence in verdict.offences} <= {"wrong", "special_shapes"}
     assert verdict.offences
-
-
-def test_what_measures_says_that_it_has_rectangular_batches() -> None:
-    spec = make_spec("gqa", heads=4, kv_heads=2, dtype="bf16", packed=True)
-    with pytest.raises(BadSpec, match=r"packed sequences.*`bench` measures rectangular batches"):
-        of_spec(spec, [1024])
 
 
 # --- by a language model ------------------------------------------------------------------------
