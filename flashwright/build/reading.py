@@ -132,7 +132,7 @@ def untied(folder: Path) -> str:
     path = folder / RECORD
     record = read_model(_BuildRecord, path)
     told = record.artefacts if record is not None else {}
-    there = {n: content(folder / n) for n in (*COMPILED, SOURCE, PLAN, TL)}
+    there = {n: content(folder / n) for n in (*COMPILED, SOURCE, PLAN, TL, STEPS)}
     changed = [
         name
         for name, data in there.items()

@@ -222,7 +222,7 @@ def _named(
     lengths = options.lengths or grids.LENGTHS
     if packages:
         made = [kernels.load(folder) for folder in packages]
-        every = [c for one in made for c in grids.of_spec(one.spec, lengths, tokens)]
+        every = [c for one in made for c in grids.of_package(one.spec, lengths, options.tokens)]
         return " and ".join(one.name for one in made), every, made
     shape = grids.Shape(
         options.variants or grids.VARIANTS,

@@ -131,7 +131,7 @@ def _table(found: Sequence[BenchRow], peers: Sequence[str]) -> Table:
             shown.add_row(row.kernel, style="bold")
         before = row.kernel
         entries = [e for e in row.entries if e.who in heads]
-        shown.add_row(f"  {row.length}", *(_shown(e, row.unit) for e in entries))
+        shown.add_row(f"  {row.size}", *(_shown(e, row.unit) for e in entries))
     return shown
 
 

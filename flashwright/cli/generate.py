@@ -49,9 +49,10 @@ if TYPE_CHECKING:
     from flashwright.generate.by_model.speed import SpeedGoal
     from flashwright.generate.state import Run
     from flashwright.gpu import Gpu
-    from flashwright.spec import AttentionSpec
 
 BUILTIN = "builtin"
+_TL_ALONE = {"sketch": BUILTIN, "translate": BUILTIN}
+"""Where a model writes the TL, and nothing else."""
 
 
 class Until(StrEnum):
@@ -204,17 +205,15 @@ def generate(
     )
     named = {"sketch": sketch, "code": params, "translate": translate}
     names = {stage: name or model or BUILTIN for stage, name in named.items()}
+    no_model = {
+        "--sketch": sketch is not None,
+        "--translate": translate is not None,
+        "--improve": improve > 0,
+        "--faster-than": faster_than is not None,
+    }
     if backward:
-        _refuse_for_gradients(
-            {
-                "--sketch": sketch is not None,
-                "--translate": translate is not None,
-                "--improve": improve > 0,
-                "--faster-than": faster_than is not None,
-                "--no-lse": no_lse,
-            }
-        )
-        names |= {"sketch": BUILTIN, "translate": BUILTIN}  # a model writes the TL
+        _refuse_beside_tl("with --backward", {**no_model, "--no-lse": no_lse})
+        names |= _TL_ALONE
     if all(name == BUILTIN for name in names.values()):
         _refuse_without_model(
             {
@@ -248,7 +247,9 @@ def generate(
     }
     card = find_gpu(gpu)
     request = read_request(variant or "mha", options, reference)
-    _refuse_models_for_sequences(request.spec, names)
+    if request.spec.batch is not None:
+        _refuse_beside_tl("for packed sequences, caches and decode", no_model)
+        names |= _TL_ALONE
     folder = out or Path("out", f"{request.spec.slug}-{card.name}")
     budget = read_budget(attempts, tokens, minutes, dollars, price)
     speed = (improve, _goal(faster_than))
@@ -309,20 +310,12 @@ def _refuse_empty(names: Mapping[str, str | None]) -> None:
             raise typer.BadParameter("is empty", param_hint=option)
 
 
-def _refuse_for_gradients(given: Mapping[str, bool]) -> None:
-    """Refuse options that a backward pass does not have."""
+def _refuse_beside_tl(what: str, given: Mapping[str, bool]) -> None:
+    """Refuse options of what a model does not write where it writes the TL alone."""
     for option, is_given in given.items():
         if is_given:
-            why = "not with --backward: a model writes its TL (--params), nothing else"
+            why = f"not {what}: a model writes the TL (--params), nothing else"
             raise typer.BadParameter(why, param_hint=option)
-
-
-def _refuse_models_for_sequences(spec: AttentionSpec, names: Mapping[str, str]) -> None:
-    """Refuse models for sequences of any lengths: the built-in author's program is rewritten."""
-    named = [name for name in names.values() if name != BUILTIN]
-    if spec.batch is not None and named:
-        why = "the built-in author alone makes kernels for packed sequences, caches and decode"
-        raise typer.BadParameter(why, param_hint=named[0])
 
 
 def _refuse_without_model(given: Mapping[str, bool]) -> None:

@@ -34,7 +34,7 @@ LENGTHS = "512,1024,2048,4096,8192,16384"
 CANDIDATES = 24
 BY_HAND = (
     f"change BM, BN, Stages and Warps in {CODE}, `flashwright build` the folder and `flashwright "
-    "verify` it, and time its calls (flashwright.load)"
+    "verify` it"
 )
 
 
@@ -145,10 +145,13 @@ def _order(
         raise Failed(Diagnostic("FW904", text, help="tune a package of the built-in variants"))
     if meant[0].batch is not None:
         text = f"`tune` measures rectangular batches, and this package is {meant[0].in_words}"
-        raise Failed(Diagnostic("FW904", text, help=BY_HAND))
+        hint = f"{BY_HAND}, and time it: `flashwright bench --package {folder}`"
+        raise Failed(Diagnostic("FW904", text, help=hint))
     if len(kernels.programs) > 1:
         text = f"`tune` measures one kernel, and {file} has {len(kernels.programs)}"
-        raise Failed(Diagnostic("FW904", text, help=BY_HAND))
+        raise Failed(
+            Diagnostic("FW904", text, help=f"{BY_HAND}, and time its calls (flashwright.load)")
+        )
     (program,) = kernels.programs
     if tiling_of(program) is None:
         text = f"{file} has no params {' and '.join(NEEDED)}: its tiles cannot be changed"

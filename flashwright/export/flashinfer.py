@@ -13,6 +13,7 @@ import json
 import math
 import textwrap
 import zlib
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from types import FunctionType
@@ -24,7 +25,8 @@ from flashwright.export.package import ExportedPackage, arguments_of
 from flashwright.export.signature import dims_text, signature_of
 from flashwright.export.write import Files
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.lower.launch_plan import PlanTensor
+from flashwright.lower.launch_plan import LaunchPlan, PlanTensor
+from flashwright.spec import AttentionSpec
 from flashwright.version import __version__
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ AUTHOR = "flashwright"
 _LINE = 96  # characters of base64
 _FIELDS = ("causal", "window", "sink_tokens", "softcap", "alibi", "softmax_scale")
 """The parts of a spec that pytorch/reference.py reads."""
+_OF_SEQUENCES = {"StartsQ", "StartsK", "LengthsK", "Table", "KDescale", "VDescale"}
+"""Tensors that say where sequences lie, or have a scale for each."""
 
 _MAIN = '''\
 """A kernel for {arch}, exported by Flashwright {version}."""
@@ -70,12 +74,19 @@ SPEC: Any = SimpleNamespace(
 
 
 def run({arguments}):
-    o, lse = attention(SPEC, {inputs})
-    return {results}
+{compute}    return {results}
 
 
 {functions}
 '''
+
+_BY_SEQUENCES = """\
+    given = {{{given}}}
+    for name in ("q", "k", "v"):  # heads and rows change places
+        given[name] = given[name].transpose(-3, -2)
+    o, lse = attention_of_sequences(SPEC, given)
+    o = o.transpose(-3, -2)
+"""
 
 _BY_FILE = '''\
 {text}
@@ -101,6 +112,9 @@ def files(package: ExportedPackage) -> Files:
     cannot be written as a Definition.
     """
     signature = signature_of(package.plan)
+    if signature.changed:
+        text = f"{package.folder}: `{signature.changed[0]}` is changed in place"
+        raise _refused(text, "a Definition has inputs and outputs apart: use --as hub")
     definition = _definition(package, signature)
     solution = _solution(package, signature, definition["name"])
     name = definition["name"]
@@ -139,7 +153,7 @@ def _definition(package: ExportedPackage, signature: Signature) -> dict[str, Any
     return {
         "name": package.name.replace("-", "_"),
         "op_type": OP_TYPE,
-        "description": f"Attention: {package.title}. Tensors are (batch, heads, length, dim).",
+        "description": f"Attention: {package.title}.",
         "tags": [f"author:{AUTHOR}"],
         "axes": axes.found,
         "inputs": inputs,
@@ -197,27 +211,57 @@ def _reference(package: ExportedPackage, signature: Signature) -> str:
     spec = package.spec
     if spec is not None and spec.reference is not None:
         return _by_file(package, signature, spec.reference)
-    obstacle = reference.obstacle(spec, package.plan)
+    obstacle = reference.obstacle(*_each(spec, package.plan))
     if obstacle or spec is None:
         hint = "a Definition needs its reference in Python: use --as hub, or give the spec one"
         raise _refused(f"{package.folder}: {obstacle}", hint)
-    named = zip((t.name.lower() for t in signature.read), signature.inputs, strict=True)
+    named = dict(zip((t.name.lower() for t in signature.read), signature.inputs, strict=True))
     kinds = {tensor.name: NAMES[tensor.dtype] for tensor in signature.written}
     return _BY_SPEC.format(
         title=package.title,
         fields="\n".join(f"    {name}={getattr(spec, name)!r}," for name in _FIELDS),
         arguments=", ".join(signature.arguments),
-        inputs=", ".join(f"{name}={argument}" for name, argument in named),
+        compute=_compute(spec, named),
         results=_results([f"{n.lower()}.to(torch.{kinds[n]})" for n in signature.outputs]),
-        functions="\n\n".join(_functions(reference)).rstrip(),
+        functions="\n\n".join(_functions(reference, spec)).rstrip(),
     )
 
 
-def _functions(module: Any) -> list[str]:
-    """The text of the functions of pytorch/reference.py that compute."""
+def _each(spec: AttentionSpec | None, plan: LaunchPlan) -> tuple[AttentionSpec | None, LaunchPlan]:
+    """The spec and the plan of one sequence alone: without what says where the sequences lie."""
+    if spec is None or spec.batch is None:
+        return spec, plan
+    tensors = tuple(t for t in plan.tensors if t.name not in _OF_SEQUENCES)
+    one = spec.each.model_copy(update={"kv_dtype": None})  # the scales are applied before
+    return one, plan.model_copy(update={"tensors": tensors})
+
+
+def _compute(spec: AttentionSpec, named: Mapping[str, str]) -> str:
+    """The lines of a reference that compute O and LSE of the inputs with these names."""
+    if spec.batch is None:
+        inputs = ", ".join(f"{name}={argument}" for name, argument in named.items())
+        return f"    o, lse = attention(SPEC, {inputs})\n"
+    given = ", ".join(f'"{name}": {argument}' for name, argument in named.items())
+    return _BY_SEQUENCES.format(given=given)
+
+
+def _functions(module: Any, spec: AttentionSpec) -> list[str]:
+    """The text of the functions of pytorch/reference.py that compute, and of those of
+    serving/reference.py that call them for each sequence."""
     own = [f for f in vars(module).values() if isinstance(f, FunctionType)]
     own = [f for f in own if f.__module__ == module.__name__ and f is not module.obstacle]
-    return [inspect.getsource(f).replace("spec: AttentionSpec", "spec: Any") for f in own]
+    texts = [inspect.getsource(f) for f in own]
+    if spec.batch is not None:
+        from flashwright.serving import reference
+
+        found = [inspect.getsource(f) for f in reference.COMPUTING]
+        texts += [
+            text.replace("def attention(", "def attention_of_sequences(")
+            .replace("reference.attention(", "attention(")
+            .replace("given: Tensors", "given: Any")
+            for text in found
+        ]
+    return [text.replace("spec: AttentionSpec", "spec: Any") for text in texts]
 
 
 def _by_file(package: ExportedPackage, signature: Signature, name: str) -> str:

@@ -49,7 +49,7 @@ _KERNELS = Kernels(
 
 @torch.library.custom_op(
     "{namespace}::attention",
-    mutates_args=(),
+    mutates_args=({changed}),
     schema="{schema}",
 )
 def _attention({arguments}):
@@ -67,7 +67,7 @@ def _empty({arguments}):
 def attention({arguments}{options}):
     """{summary}
 
-    Tensors are on a CUDA device, as (batch, heads, length, dim), with any strides whose last one
+    Tensors are on a CUDA device. README.md lists their axes; any strides will do whose last one
     is 1. Runs on the current stream. torch.compile keeps it whole. There is no backward: a
     gradient through it is an error.
     """
@@ -134,11 +134,12 @@ def summary(package: ExportedPackage, target: Path) -> str:
 
 
 def _init(package: ExportedPackage, signature: Signature) -> str:
-    outputs = signature.outputs
-    several, lse = len(outputs) > 1, "LSE" in outputs[1:]
-    returned = "found[0]" if several else "found"
+    outputs, changed = signature.outputs, signature.changed
+    lse = len(outputs) == 2 and outputs[1] == "LSE"
+    result = {0: "None", 1: "outputs[0]"}.get(len(outputs), "tuple(outputs)")
+    summary = ", ".join(outputs) or f"Changes {' and '.join(changed)}"
     if lse:
-        returned = f"(found[0], found[{outputs.index('LSE')}]) if return_lse else found[0]"
+        summary = f"{outputs[0]}, or {outputs[0]} and LSE with `return_lse`"
     return _INIT.format(
         title=package.title,
         arch=package.plan.arch,
@@ -148,10 +149,11 @@ def _init(package: ExportedPackage, signature: Signature) -> str:
         arguments=", ".join(signature.arguments),
         inputs=", ".join(signature.inputs),
         dims=dims_text(signature),
-        result="tuple(outputs)" if several else "outputs[0]",
+        changed="".join(f'"{name}", ' for name in changed).rstrip(),
+        result=result,
         options=", *, return_lse=False" if lse else "",
-        summary=outputs[0] + (f", or {outputs[0]} and LSE with `return_lse`." if lse else "."),
-        returned=returned,
+        summary=f"{summary}.",
+        returned="found if return_lse else found[0]" if lse else "found",
     )
 
 
@@ -170,14 +172,15 @@ def _metadata(package: ExportedPackage) -> str:
 def _card(package: ExportedPackage, signature: Signature) -> str:
     plan = package.plan
     named = packages.arguments_of(signature.inputs, plan)
-    data = package.launch_data(named)["kernels"][0]
+    tensors = [t for t in package.launch_data(named)["tensors"] if not t["scratch"]]
     rows = []
-    for tensor in sorted(data["tensors"], key=lambda t: bool(t["written"])):
+    for tensor in sorted(tensors, key=lambda t: not t["read"]):
         axes = [
             " * ".join(" ".join(map(str, tensor["axes"][p]["size"])) for p in parts)
             for parts in tensor["order"]
         ]
-        kind = "output" if tensor["written"] else "input"
+        kind = "input" if tensor["read"] else "output"
+        kind += ", changed in place" if tensor["read"] and tensor["written"] else ""
         rows.append(f"| `{tensor['argument']}` | {kind} | {tensor['dtype']} | {', '.join(axes)} |")
     rows += [f"| `{name}` | size | int | |" for name in signature.dims]
     return _CARD.format(

@@ -52,22 +52,29 @@ def evaluate(size: Sequence[int | str], dims: Mapping[str, Any]) -> Any:
 
 
 class Kernels:
-    """The kernels of a package: one, or one for each range of lengths."""
+    """The kernels of a package: one for each range of lengths, or some that run in order."""
 
     def __init__(self, data: Mapping[str, Any], read: Callable[[str], bytes]) -> None:
         made = [Kernel(one, read) for one in data["kernels"]]
+        self.plan: Plan = {"tensors": data["tensors"], "dims": data["dims"]}
+        names = [tensor["name"] for tensor in data["tensors"]]
         self._by = data["by"]
         self._bounds = [rule["up_to"] for rule in data["rules"][:-1]]
-        self._served = [made[rule["kernel"]] for rule in data["rules"]]
-        self.plan: Plan = self._served[-1].plan
-        self._size = functools.lru_cache(_CACHED_FORMS)(
-            lambda shapes, given: read_dims(self.plan, shapes, dict(given))[self._by]
+        self._served = [
+            [(made[n], [names.index(t["name"]) for t in made[n].plan["tensors"]]) for n in order]
+            for order in (rule["kernels"] for rule in data["rules"])
+        ]
+        between = any(tensor["scratch"] or tensor["zeroed"] for tensor in data["tensors"])
+        self._in_order = between or len(self._served[-1]) > 1
+        self._dims = functools.lru_cache(_CACHED_FORMS)(
+            lambda shapes, given: read_dims(self.plan, shapes, dict(given))
         )
 
     def launch(
         self, inputs: Sequence[Any], outputs: Sequence[Any], dims: Mapping[str, int] | None = None
     ) -> None:
-        """Launch on PyTorch's current stream; `outputs` are written.
+        """Launch on PyTorch's current stream; `outputs` are written, and inputs that the kernels
+        change.
 
         Raises TypeError or ValueError, with the argument, for tensors that do not fit.
         """
@@ -76,41 +83,53 @@ class Kernels:
         tensors = self._in_plan_order(inputs, outputs)
         first = next(t for t in tensors if t is not None)
         self._check_kinds(tensors, first.device)
+        if self._in_order:
+            tensors = self._complete(tensors, dims or {})
         stream = torch.cuda.current_stream(first.device).cuda_stream
         self.launch_on(tensors, dims or {}, first.device.index, stream)
 
     def launch_on(
         self, tensors: Sequence[Any], dims: Mapping[str, int], device: int, stream: int
     ) -> None:
-        """Launch with all tensors in the plan's order, None for outputs that are not wanted."""
+        """Launch with all tensors in the plan's order: None for outputs that are not wanted, which
+        kernels that run in order do not know."""
         forms = tuple(None if t is None else (tuple(t.shape), tuple(t.stride())) for t in tensors)
-        given = tuple(sorted(dims.items()))
-        kernel = self._served[-1]
-        if self._bounds:
-            size = self._size(tuple(form and form[0] for form in forms), given)
-            kernel = self._served[bisect_left(self._bounds, size)]
+        given, order = tuple(sorted(dims.items())), self._served[-1]
+        if self._bounds or self._in_order:
+            found = self._dims(tuple(form and form[0] for form in forms), given)
+            if self._in_order:  # not every kernel has the tensors that say all of its dims
+                given = tuple(found.items())
+            else:
+                order = self._served[bisect_left(self._bounds, found[self._by])]
+        calls = [kernel.prepared(tuple(forms[p] for p in at), given) for kernel, at in order]
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        kernel.launch(kernel.prepared(forms, given), addresses, device, stream)
+        for (kernel, at), call in zip(order, calls, strict=True):
+            kernel.launch(call, [addresses[p] for p in at], device, stream)
+
+    def _complete(self, tensors: Sequence[Any], dims: Mapping[str, Any]) -> list[Any]:
+        """The tensors with scratch and outputs that are not given, which are allocated; those that
+        kernels add to are 0."""
+        sizes = read_dims(self.plan, [None if t is None else t.shape for t in tensors], dims)
+        like = next(t for t in tensors if t is not None)
+        found = []
+        for plan, tensor in zip(self.plan["tensors"], tensors, strict=True):
+            made = _new(like, plan, sizes) if tensor is None else tensor
+            found.append(made.zero_() if plan["zeroed"] else made)
+        return found
 
     def empty(self, inputs: Sequence[Any], dims: Mapping[str, Any] | None = None) -> list[Any]:
         """New outputs for these inputs. Sizes may be symbolic, so torch can trace this."""
-        import torch
-
         tensors = self._in_plan_order(inputs, ())
         shapes = [None if t is None else t.shape for t in tensors]
         sizes = read_dims(self.plan, shapes, dims or {})
-        return [
-            inputs[0].new_empty(
-                [math.prod(evaluate(t["axes"][p]["size"], sizes) for p in a) for a in t["order"]],
-                dtype=getattr(torch, t["dtype"]),
-            )
-            for t in self.plan["tensors"]
-            if t["written"]
-        ]
+        wanted = (t for t in self.plan["tensors"] if t["written"])
+        return [_new(inputs[0], t, sizes) for t in wanted if not (t["read"] or t["scratch"])]
 
     def _in_plan_order(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        taken, given = iter(inputs), iter(outputs)
-        return [next(taken if t["read"] else given, None) for t in self.plan["tensors"]]
+        tensors = self.plan["tensors"]
+        taken, given, none = iter(inputs), iter(outputs), iter(())
+        kinds = ((taken if t["read"] else none if t["scratch"] else given) for t in tensors)
+        return [next(kind, None) for kind in kinds]
 
     def _check_kinds(self, tensors: Sequence[Any], device: Any) -> None:
         for plan, tensor in zip(self.plan["tensors"], tensors, strict=True):
@@ -125,6 +144,19 @@ class Kernels:
             found = str(tensor.dtype).removeprefix("torch.")
             if found != plan["dtype"]:
                 raise TypeError(f"`{plan['argument']}` must be {plan['dtype']}; it is {found}")
+
+
+def _new(like: Any, tensor: Plan, sizes: Mapping[str, Any]) -> Any:
+    """A new tensor on the device of another. Tiles may fill rows beyond the end of scratch."""
+    import torch
+
+    axes = ([tensor["axes"][p]["size"] for p in parts] for parts in tensor["order"])
+    shape = [math.prod(evaluate(size, sizes) for size in axis) for axis in axes]
+    if tensor["rows"] == 1:
+        return like.new_empty(shape, dtype=getattr(torch, tensor["dtype"]))
+    *outer, rows, width = shape
+    padded = (*outer, -(-rows // tensor["rows"]) * tensor["rows"], width)
+    return like.new_empty(padded, dtype=getattr(torch, tensor["dtype"]))[..., :rows, :]
 
 
 # --- one call: its sizes, its parameters ------------------------------------------------------

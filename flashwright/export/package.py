@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from flashwright import spec as specs
-from flashwright.build import classes
+from flashwright.build import classes, steps
 from flashwright.build.arrays import NAMES
 from flashwright.build.classes import Classes
 from flashwright.build.encode import MAP_TYPES
-from flashwright.build.package import CLASSES, OWN
+from flashwright.build.package import CLASSES, OWN, STEPS
 from flashwright.build.plan_rules import DTYPES, LAYOUTS, SWIZZLES, caller_order
 from flashwright.build.reading import (
     CUBIN,
@@ -25,9 +25,10 @@ from flashwright.build.reading import (
     read_ptx,
     untied,
 )
+from flashwright.build.steps import Steps
 from flashwright.files import content, sha256
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.lower.launch_plan import LaunchPlan
+from flashwright.lower.launch_plan import FRAGMENT_ROWS, LaunchPlan, PlanTensor
 from flashwright.spec import AttentionSpec
 
 _SHORT = 12  # characters of a digest in a name
@@ -56,17 +57,40 @@ class ExportedKernel:
 
 @dataclass(frozen=True)
 class ExportedPackage:
-    """The package: its spec, its kernels by name, and the rules that choose among them."""
+    """The package: its spec, its kernels by name, and the rules that choose among them; or the
+    steps, if each call launches all kernels."""
 
     folder: Path
     spec: AttentionSpec | None
     rules: Classes
     kernels: Mapping[str, ExportedKernel]
+    steps: Steps | None = None
 
     @property
     def plan(self) -> LaunchPlan:
-        """The launch plan of the kernel for the largest sizes; a caller sees the same of all."""
-        return self.kernels[self.rules.rules[-1].kernel].plan
+        """The launch plan as a caller sees it: of several steps without scratch, else that of the
+        kernel for the largest sizes."""
+        joined = self.joined
+        seen = [t for t in joined.tensors if t.name not in self.scratch]
+        return joined.model_copy(update={"tensors": tuple(seen)})
+
+    @property
+    def joined(self) -> LaunchPlan:
+        """The same with the tensors between the steps, which come last."""
+        if self.steps is None:
+            return self.kernels[self.rules.rules[-1].kernel].plan
+        plans = [self.kernels[name].plan for name in self.steps.steps]
+        return steps.joined(plans, self.steps.scratch)
+
+    @property
+    def scratch(self) -> tuple[str, ...]:
+        """The tensors between the steps."""
+        return self.steps.scratch if self.steps is not None else ()
+
+    @property
+    def zeroed(self) -> tuple[str, ...]:
+        """The tensors that begin at 0."""
+        return self.steps.zeroed if self.steps is not None else ()
 
     @property
     def name(self) -> str:
@@ -96,7 +120,8 @@ class ExportedPackage:
     def digest(self) -> str:
         """A few characters that another content does not share."""
         parts = [one.plan.dump() + sha256(one.cubin) + one.ptx for one in self.kernels.values()]
-        return sha256(self.rules.dump() + "".join(parts))[:_SHORT]
+        order = self.rules.dump() if self.steps is None else self.steps.dump()
+        return sha256(order + "".join(parts))[:_SHORT]
 
     def files(self) -> dict[str, bytes]:
         """The code of all kernels, by the names that `launch_data` uses."""
@@ -111,13 +136,25 @@ class ExportedPackage:
     def launch_data(self, arguments: Mapping[str, str]) -> dict[str, Any]:
         """kernels.json, which launch.py reads. `arguments` are the callers' names of tensors."""
         names = list(self.kernels)
-        rules = [
-            {"up_to": rule.up_to, "kernel": names.index(rule.kernel)} for rule in self.rules.rules
-        ]
+        arguments = {**{name: name for name in self.scratch}, **arguments}
         kernels = [
             _launch_data(one, number, arguments) for number, one in enumerate(self.kernels.values())
         ]
-        return {"by": self.rules.by, "rules": rules, "kernels": kernels}
+        if self.steps is None:
+            rules = [(rule.up_to, [names.index(rule.kernel)]) for rule in self.rules.rules]
+        else:
+            rules = [(None, [names.index(name) for name in self.steps.steps])]
+        tensors = [_tensor_data(tensor, arguments) for tensor in self.joined.tensors]
+        for tensor in tensors:
+            tensor["scratch"] = tensor["name"] in self.scratch
+            tensor["zeroed"] = tensor["name"] in self.zeroed
+        return {
+            "by": self.rules.by,
+            "rules": [{"up_to": up_to, "kernels": order} for up_to, order in rules],
+            "kernels": kernels,
+            "tensors": tensors,
+            "dims": self.joined.dims,
+        }
 
 
 def read(folder: Path, kernel: str | None = None) -> ExportedPackage:
@@ -125,6 +162,9 @@ def read(folder: Path, kernel: str | None = None) -> ExportedPackage:
 
     Raises Failed with FW852 if it cannot be used, or if it was changed since it was built.
     """
+    found = steps.read(folder)
+    if found is not None:
+        return _of_steps(folder, found, kernel)
     rules = classes.read(folder)
     used = list(dict.fromkeys(rule.kernel for rule in rules.rules))
     if kernel is not None:
@@ -138,15 +178,25 @@ def read(folder: Path, kernel: str | None = None) -> ExportedPackage:
     return ExportedPackage(folder, _spec(folder), rules, kernels)
 
 
-def one_kernel(package: ExportedPackage) -> ExportedKernel:
-    """The kernel of a package that has one. Raises Failed with FW852 if it has several."""
-    if len(package.kernels) > 1:
+def _of_steps(folder: Path, found: Steps, kernel: str | None) -> ExportedPackage:
+    if kernel is not None:
+        text = f"{folder / STEPS}: one call launches all kernels of this package"
+        hint = f"export {folder / found.steps[0]} for one of them, or leave --kernel away"
+        raise Failed(Diagnostic("FW852", text, help=hint))
+    untied(folder)
+    kernels = {name: _kernel(folder / name) for name in found.steps}
+    return ExportedPackage(folder, _spec(folder), classes.ALONE, kernels, found)
+
+
+def all_kernels(package: ExportedPackage) -> list[ExportedKernel]:
+    """The kernels that a call launches, in order. Raises Failed with FW852 if it chooses one of
+    several."""
+    if package.steps is None and len(package.kernels) > 1:
         place = package.folder / CLASSES
         text = f"{place}: the package has {len(package.kernels)} kernels, this form holds one"
         hint = f"add --kernel NAME; its kernels are {', '.join(package.kernels)}"
         raise Failed(Diagnostic("FW852", text, help=hint))
-    (found,) = package.kernels.values()
-    return found
+    return list(package.kernels.values())
 
 
 def _kernel(folder: Path) -> ExportedKernel:
@@ -181,17 +231,24 @@ def _launch_data(one: ExportedKernel, number: int, arguments: Mapping[str, str])
     data["cubin"] = f"kernel_{number}.cubin" if one.cubin else ""
     data["ptx"] = f"kernel_{number}.ptx" if one.ptx else ""
     data["cubin_version"] = one.cubin_version
-    for entry, tensor in zip(data["tensors"], plan.tensors, strict=True):
-        entry["argument"] = arguments[tensor.name]
-        entry["dtype"] = NAMES[tensor.dtype]
-        entry["bytes"] = DTYPES[tensor.dtype][1] // 8
-        entry["order"] = caller_order(tensor, LAYOUTS[0])
+    data["tensors"] = [_tensor_data(tensor, arguments) for tensor in plan.tensors]
     for entry, one_map in zip(data["maps"], plan.maps, strict=True):
         index = names.index(one_map.tensor)
         entry["tensor"] = index
         entry["type"] = MAP_TYPES[plan.tensors[index].dtype]
         entry["swizzle"] = SWIZZLES.index(one_map.swizzle)
     return data
+
+
+def _tensor_data(tensor: PlanTensor, arguments: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        **tensor.model_dump(mode="json", exclude={"fragments"}),
+        "argument": arguments[tensor.name],
+        "dtype": NAMES[tensor.dtype],
+        "bytes": DTYPES[tensor.dtype][1] // 8,
+        "order": caller_order(tensor, LAYOUTS[0]),
+        "rows": FRAGMENT_ROWS if tensor.fragments else 1,
+    }
 
 
 def capability(package: ExportedPackage) -> str:
@@ -207,7 +264,7 @@ def arguments_of(inputs: Sequence[str], plan: LaunchPlan) -> dict[str, str]:
     read = [tensor.name for tensor in plan.tensors if tensor.read]
     found = dict(zip(read, inputs, strict=True))
     for tensor in plan.tensors:
-        if tensor.written:
+        if tensor.written and not tensor.read:
             lower = tensor.name.lower()
             found[tensor.name] = tensor.name if lower in inputs else lower
     return found

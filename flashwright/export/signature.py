@@ -24,7 +24,7 @@ def signature_of(plan: LaunchPlan) -> Signature:
         raise Failed(Diagnostic("FW852", text, help=hint)) from None
     from flashwright.pytorch.signature import Signature
 
-    found = Signature(plan)
+    found = Signature(plan, in_place=True)
     for name in found.arguments:
         if keyword.iskeyword(name) or name in _TAKEN:
             text = f"launch.json: `{name}` cannot be the name of an argument in Python"

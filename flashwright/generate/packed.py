@@ -13,12 +13,13 @@ from flashwright.author.builtin.mods import Mods
 from flashwright.files import sha256
 from flashwright.generate.backward import BackwardOrder, built
 from flashwright.generate.folder import write_package
-from flashwright.generate.packed_sizes import rectangular, rewritten, sequenced
+from flashwright.generate.packed_sizes import rectangular, rewritten
 from flashwright.generate.store import Order
 from flashwright.gpu import Gpu
 from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
 from flashwright.measure.machine import translator
+from flashwright.rewrite.sequenced import sequenced
 from flashwright.spec import AttentionSpec
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flashwright.author.builtin.author import Written, write_code
 from flashwright.author.builtin.choose import HEADROOMS, NothingFits
 from flashwright.author.builtin.mods import Mods
-from flashwright.author.builtin.needs import WIDEST
+from flashwright.author.builtin.splits import rows_for
 from flashwright.build.make import spilled
 from flashwright.check.check import check
 from flashwright.gpu import Gpu
@@ -17,27 +17,13 @@ from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import Tree
 from flashwright.lang.parse import parse
 from flashwright.program.kernels import Kernels
-from flashwright.rewrite.grouped import grouped
-from flashwright.rewrite.packed import packed
-from flashwright.rewrite.split import split
+from flashwright.rewrite.sequenced import sequenced
 from flashwright.spec import AttentionSpec, Batch
 
 _USUAL_KEYS = 2048
 """Of a sequence: the tiling is the best one for so many. For longer ones it costs little."""
 _STEP = 64
 """Keys of a step, where queries are few."""
-ROWS = (16, 64, 128)
-"""A decode's kernel is made for so many rows of a tile: the heads of a group, for each query."""
-
-SHARED_ROWS = 64
-"""Those of tiles whose columns warpgroups share."""
-
-
-def rows_for(count: int, v_dim: int) -> int:
-    """Which of ROWS a decode with so many rows of a kv head takes."""
-    if v_dim > WIDEST:
-        return SHARED_ROWS
-    return next((rows for rows in ROWS if count <= rows), ROWS[-1])
 
 
 def batch_of_few(queries: int, group: int, v_dim: int, page: int | None = None) -> Batch:
@@ -103,15 +89,3 @@ def rectangular(
         behind = _STEP if mods is not None else behind  # a mask's own reads take registers
         few = rows_for(spec.decode * spec.group, spec.value_dim), behind
     return write_code(sketch, spec.each, gpu, mods, headroom, few, _USUAL_KEYS)
-
-
-def sequenced(tree: Tree, spec: AttentionSpec) -> Tree:
-    """A program for rectangular batches, rewritten for a spec's sequences. In a decode the heads of
-    a group that share keys are rows of one tile, and the keys are split over thread blocks unless
-    the spec says `unsplit`."""
-    assert spec.batch is not None
-    made = packed(tree, spec.batch)
-    if spec.decode is None:
-        return made
-    made = grouped(made, spec.group) if spec.group > 1 else made
-    return made if spec.unsplit else split(made)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwright.judge import inputs as trial
-from flashwright.judge import oracle
+from flashwright.judge import oracle, sequences
 from flashwright.judge.answer import Answer, backward_inputs, compare, expected_gradients
 from flashwright.judge.coverage import BOUNDED, LENGTHS, Budget, Coverage, cover, tokens_of
 from flashwright.judge.localise import blame_kernel, localise
@@ -29,6 +29,7 @@ Array = NDArray[Any]
 Progress = Callable[[int, int, str], None]
 
 BUDGET = Budget(500_000, 1_500_000, "too long for a run on the CPU")
+_SHOWN = 12  # sequences whose lengths are told
 LOW = (33, 33)
 """The lengths of one more problem, whose scores are all far below 0. A running maximum that starts
 at 0 instead of -inf loses all weights there. (With a sink, the maximum starts at the sink, and a
@@ -261,7 +262,8 @@ class CpuTrial:
             result = self._comparison(tensor, found[tensor.name])
             self.results.append(CaseResult(self.dims, tensor.name, result))
             if not result.ok and not self.diagnostics:
-                self.diagnostics = self._blame(tensor, result, standard and not self.spec.batch)
+                found_at = self._blame(tensor, result, standard and not self.spec.batch)
+                self.diagnostics = tuple(self._with_lengths(d) for d in found_at)
 
     def _blame(
         self, tensor: Tensor, result: oracle.Comparison, standard: bool
@@ -271,6 +273,15 @@ class CpuTrial:
         (program,) = self.kernels.programs
         truth = (self.spec, self.inputs) if standard else None
         return localise(program, tensor, result, self.arranged(), self.dims, truth)
+
+    def _with_lengths(self, found: Diagnostic) -> Diagnostic:
+        """With the lengths of the sequences, if they have any and there is no other help."""
+        if self.spec.batch is None or found.help is not None:
+            return found
+        pairs = sequences.each_length(self.inputs)
+        told = "; ".join(f"{rows} and {keys}" for rows, keys in pairs[:_SHOWN])
+        rest = " ..." if len(pairs) > _SHOWN else ""
+        return replace(found, help=f"queries and keys of the sequences, in order: {told}{rest}")
 
     def _check_gradients(self) -> None:
         """Fail if a gradient is missing, or is none of an input."""

@@ -183,6 +183,14 @@ def keys(inputs: Inputs, b: int) -> int:
     return int(inputs["StartsK"][b + 1] - inputs["StartsK"][b])
 
 
+def each_length(inputs: Inputs) -> list[Pair]:
+    """The queries and the keys of each sequence."""
+    queries = [inputs["Q"].shape[2]] * count(inputs)
+    if "StartsQ" in inputs:
+        queries = np.diff(inputs["StartsQ"]).tolist()
+    return [(rows, keys(inputs, b)) for b, rows in enumerate(queries)]
+
+
 def one(inputs: Inputs, b: int) -> dict[str, Array]:
     """The inputs of one sequence, as a rectangular batch of one."""
     found = {name: x for name, x in inputs.items() if name not in _PLACES}

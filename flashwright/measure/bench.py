@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import time
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashwright import gpu as gpus
+from flashwright.gpu import Gpu
 from flashwright.measure import machine, spot
 from flashwright.measure.ceilings import Ceilings, ceiling_of
 from flashwright.measure.contest import Contestant, ContestantRunner, Missing, ProcessFactory
@@ -17,6 +20,7 @@ from flashwright.measure.grid import Cell
 from flashwright.measure.journal import Journal
 from flashwright.measure.records import AbsentRecord, NumberRecord, RunRecord
 from flashwright.measure.results import Results
+from flashwright.measure.sequences import Pair, places_of, splits_of
 from flashwright.measure.timing import RoundsResult, Rules, Timing, run_rounds
 from flashwright.measure.work import Work, bound_by_memory
 from flashwright.sandbox import timed
@@ -117,7 +121,7 @@ class Contest:
     def measure(self, cell: Cell) -> Iterator[CellRecord]:
         """Measure one cell: yields a record for each contestant, in their order."""
         seed = cell_seed(self.run.seed, cell)
-        problem = problem_of(cell, self.run.layout, seed)
+        problem = problem_of(cell, self.run.layout, seed, _gpu_of(self.run))
         work = cell.work(problem.extra.get("Idx"))
         absent = self._prepare(cell, problem)
         ready = {who: runner for who, runner in self.runners.items() if who not in absent}
@@ -199,7 +203,7 @@ class Contest:
             warm_seconds=Timing.of(warm).median if warm else None,
             tflops=rate,
             share=rate / ceiling if ceiling else None,
-            gbs=self._gbs(cell.spec, work, timing.median),
+            gbs=gbs_of(cell.spec, work, timing.median, self.measured),
             checked=found.checked,
             relative_rms=found.relative_rms,
             seed=seed,
@@ -226,12 +230,6 @@ class Contest:
         text = f"a call takes {best * 1e6:.4g} us by our clock and {seconds * 1e6:.4g} us by events"
         raise Ended("hidden_work", f"{text}: work runs outside the events")
 
-    def _gbs(self, spec: AttentionSpec, work: Work, seconds: float) -> float | None:
-        """The bandwidth in GB/s if the cell is memory-bound by the measured ceilings, else None."""
-        rate = self.measured.matmul.get(spec.dtype)
-        bound = bound_by_memory(work, rate, self.measured.copy_gbs)
-        return work.bytes / seconds / 1e9 if bound else None
-
     def _refuse_speed(self, cell: Cell, work: Work, seconds: float) -> None:
         """Raises Ended if a time is below the roofline."""
         ceiling = ceiling_of(self.run.card, cell.spec, self.measured)
@@ -242,6 +240,13 @@ class Contest:
         raise Ended("too_fast", f"{text} ({ceiling.source})")
 
 
+def gbs_of(spec: AttentionSpec, work: Work, seconds: float, measured: Ceilings) -> float | None:
+    """The bandwidth in GB/s of a decode, or if the cell is memory-bound by the measured ceilings;
+    else None."""
+    bound = bound_by_memory(work, measured.matmul.get(spec.dtype), measured.copy_gbs)
+    return work.bytes / seconds / 1e9 if bound or spec.decode is not None else None
+
+
 # --- problems ---------------------------------------------------------------------------------
 
 
@@ -250,8 +255,10 @@ def cell_seed(seed: int, cell: Cell) -> int:
     return zlib.crc32(f"{seed} {cell.name}".encode()) >> 1
 
 
-def problem_of(cell: Cell, layout: str, seed: int) -> TimedProblem:
-    """The problem that the contestants solve in a cell."""
+def problem_of(cell: Cell, layout: str, seed: int, gpu: Gpu | None = None) -> TimedProblem:
+    """The problem that the contestants solve in a cell. A decode is split as fits the GPU."""
+    if cell.sequences is not None:
+        return _of_sequences(cell, cell.sequences.pairs, layout, seed, gpu)
     compressed = cell.spec.branch == "compressed"
     return TimedProblem(
         cell.spec,
@@ -264,6 +271,31 @@ def problem_of(cell: Cell, layout: str, seed: int) -> TimedProblem:
     )
 
 
+def _of_sequences(
+    cell: Cell, pairs: tuple[Pair, ...], layout: str, seed: int, gpu: Gpu | None
+) -> TimedProblem:
+    spec = cell.spec
+    batch, length = (1, cell.length) if spec.packed else (cell.batch, pairs[0][0])
+    split = spec.decode is not None and not spec.unsplit and gpu is not None
+    return TimedProblem(
+        spec,
+        batch,
+        length,
+        layout,
+        {**_extra(cell, seed), **places_of(spec, pairs, seed)},
+        dims={"splits": splits_of(spec, pairs, gpu)} if split and gpu is not None else {},
+        sequences=pairs,
+    )
+
+
+def _gpu_of(run: RunRecord) -> Gpu | None:
+    """The GPU that a run is on; None if this version does not know it."""
+    for name in (run.card, run.translated_for):
+        with contextlib.suppress(gpus.UnknownGpu):
+            return gpus.find(name)
+    return None
+
+
 def _extra(cell: Cell, seed: int) -> Mapping[str, Any]:
     """Slopes, Sink and Idx, as far as the spec has them; they are the same in every call."""
     spec = cell.spec
@@ -272,7 +304,10 @@ def _extra(cell: Cell, seed: int) -> Mapping[str, Any]:
     from flashwright.judge.inputs import make_inputs
 
     # These do not depend on the width of Q and K, which would take long to draw.
-    narrow = spec.model_copy(update={"head_dim": 8, "v_dim": 8, "scale": None})
+    small = {"head_dim": 8, "v_dim": 8, "scale": None, "kv_dtype": None}
+    narrow = spec.each.model_copy(update=small)
     dims = {"batch": cell.batch, "q_len": cell.length, "kv_len": cell.kv_len}
+    if spec.batch is not None:  # Slopes and Sink have heads alone
+        dims = {"batch": 1, "q_len": 1, "kv_len": 1}
     made = make_inputs(narrow, dims, seed)
     return {name: array for name, array in made.items() if name not in ("Q", "K", "V")}

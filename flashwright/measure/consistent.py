@@ -12,7 +12,7 @@ from flashwright import gpu as gpus
 from flashwright.build.package import CLASSES
 from flashwright.files import cannot, sha256
 from flashwright.measure import kernels
-from flashwright.measure.bench import cell_seed, problem_of
+from flashwright.measure.bench import cell_seed, gbs_of, problem_of
 from flashwright.measure.ceilings import Ceilings
 from flashwright.measure.fields import CLOSE, RULES, Field, exact, near, unchecked
 from flashwright.measure.grid import Cell, kernel_name
@@ -21,7 +21,7 @@ from flashwright.measure.records import OURS, AbsentRecord, KernelRecord, Number
 from flashwright.measure.results import Results
 from flashwright.measure.session import KERNELS, run_id, settings_of
 from flashwright.measure.tables import TABLES
-from flashwright.measure.work import Work, bound_by_memory
+from flashwright.measure.work import Work
 from flashwright.spec import AttentionSpec, BadSpec
 
 SELECTED = 0.05
@@ -156,7 +156,7 @@ class RecordFile:
         for who in self.results.contestants:
             number = self.results.numbers.get((name, who))
             if number is not None and isinstance(spec, AttentionSpec):
-                return Cell(spec, number.length, number.batch)
+                return _cell(spec, number)
         return None
 
     def _architecture(self) -> Field:
@@ -246,7 +246,7 @@ class RecordFile:
         spec = self.specs.get(number.kernel)
         if not isinstance(spec, AttentionSpec):
             return None
-        return Cell(spec, number.length, number.batch)
+        return _cell(spec, number)
 
     def _seed(self, number: NumberRecord) -> int | None:
         cell = self.cell_of(number)
@@ -257,13 +257,15 @@ class RecordFile:
         end = "" if number.who == OURS else f" ({number.who})"
         yield from self.sealed(number, "" if number.who == OURS else number.who)
         yield exact(f"number.run{end}", number.run, self.run.id, "the run of the file")
-        yield exact(f"number.cell{end}", number.cell, f"{number.kernel} {number.length}")
-        kernel, _, length = name.rpartition(" ")
+        cell = self.cell_of(number)
+        known = f"{number.kernel} {number.length}" if cell is None else cell.name
+        yield exact(f"number.cell{end}", number.cell, known)
+        kernel, _, size = name.rpartition(" ")
         yield exact(f"number.kernel{end}", number.kernel, kernel, "the cell's")
-        yield exact(f"number.length{end}", str(number.length), length, "the cell's")
+        of = str(number.length) if cell is None else cell.size
+        yield exact(f"number.length{end}", of, size, "the cell's")
         known = number.who in self.run.contestants
         yield exact(f"number.who{end}", number.who, number.who if known else None, "no contestant")
-        cell = self.cell_of(number)
         if cell is None:
             return
         seed = cell_seed(self.run.seed, cell)
@@ -291,8 +293,7 @@ class RecordFile:
         matmul = ceilings.matmul.get(cell.spec.dtype)
         share = number.tflops / matmul if matmul else None
         yield near(f"number.share{end}", number.share, share, CLOSE, "TFLOPS over run.matmul")
-        bound = bound_by_memory(work, matmul, ceilings.copy_gbs)
-        moved = work.bytes / number.seconds / 1e9 if bound else None
+        moved = gbs_of(cell.spec, work, number.seconds, ceilings)
         yield near(f"number.gbs{end}", number.gbs, moved, close, "bytes of the cell over the time")
 
     def _work(self, cell: Cell) -> Work:
@@ -310,6 +311,14 @@ class RecordFile:
         yield exact(f"absent.cell{end}", absent.cell, known, "no cell of the run")
         who = absent.who if absent.who in self.run.contestants else None
         yield exact(f"absent.who{end}", absent.who, who, "no contestant")
+
+
+def _cell(spec: AttentionSpec, number: NumberRecord) -> Cell | None:
+    """The cell of a number; None if there is none of its name."""
+    try:
+        return Cell.recorded(spec, number.cell, number.length, number.batch)
+    except BadSpec:
+        return None
 
 
 def spec_of(kernel: KernelRecord) -> AttentionSpec | str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 from flashwright.author.builtin.variants import make_spec
 from flashwright.files import cannot
-from flashwright.measure.work import Work, work_of
+from flashwright.measure.sequences import Sequences, named, problems
+from flashwright.measure.work import Work, sum_of, work_of
 from flashwright.spec import AttentionSpec, BadSpec
 
 TOKENS = 16_384
@@ -24,17 +26,33 @@ _SIZES = ("lengths", "tokens", "batch")  # keys of a grid file; all others belon
 
 @dataclass(frozen=True)
 class Cell:
-    """One problem of the grid: a spec, a length and a batch size."""
+    """One problem of the grid: a spec, a length and a batch size; or sequences of any lengths."""
 
     spec: AttentionSpec
     length: int
+    """Of queries; of packed sequences all tokens, of a decode the keys of a sequence."""
     batch: int
+    sequences: Sequences | None = None
 
     def __post_init__(self) -> None:
-        """Raise BadSpec for sequences of any lengths, which no cell has."""
-        if self.spec.batch is not None:
-            told = f"{self.spec.in_words}: `bench` measures rectangular batches"
-            raise BadSpec(f"{told}; tests/gpu/varlen_speed.py and decode_speed.py measure these")
+        """Raise BadSpec for a spec of sequences without their lengths, and for a backward pass."""
+        if self.spec.backward:
+            raise BadSpec(f"{self.spec.in_words}: `bench` measures forward passes")
+        if (self.spec.batch is None) != (self.sequences is None):
+            told = f"{self.spec.in_words}: a grid has rectangular batches"
+            raise BadSpec(f"{told}; measure a package of these with --package")
+
+    @classmethod
+    def of_sequences(cls, spec: AttentionSpec, sequences: Sequences) -> Cell:
+        """The cell of a problem of sequences."""
+        return cls(spec, sequences.length, len(sequences.pairs), sequences)
+
+    @classmethod
+    def recorded(cls, spec: AttentionSpec, name: str, length: int, batch: int) -> Cell:
+        """The cell of a record. Raises BadSpec if there is no such cell."""
+        if spec.batch is None:
+            return cls(spec, length, batch)
+        return cls.of_sequences(spec, named(spec, name.rpartition(" ")[2], length, batch))
 
     @property
     def kernel(self) -> str:
@@ -43,8 +61,13 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Such as `gqa d128 causal 4096`."""
-        return f"{self.kernel} {self.length}"
+        """Such as `gqa d128 causal 4096`, or `gqa d128 causal packed uniform`."""
+        return f"{self.kernel} {self.size}"
+
+    @property
+    def size(self) -> str:
+        """The last word of the name."""
+        return str(self.length) if self.sequences is None else self.sequences.name
 
     @property
     def kv_len(self) -> int:
@@ -55,15 +78,20 @@ class Cell:
 
     def work(self, idx: Any = None) -> Work:
         """The operations and bytes of the cell; `idx` are the selected blocks, if there are any."""
+        if self.sequences is not None:
+            counted = Counter(self.sequences.pairs).items()
+            parts = (work_of(self.spec.each, count, *pair) for pair, count in counted)
+            return sum_of(parts)
         return work_of(self.spec, self.batch, self.length, self.kv_len, idx)
 
     def flops(self, work: Work | None = None) -> float:
         """Both GEMMs by the paper's formula: 4 L L D H B, half of it if causal.
 
-        The formula has no windows and no sparsity; for these, the operations actually needed.
+        The formula has no windows, no sparsity and one length; for others, the operations actually
+        needed.
         """
         spec = self.spec
-        if spec.window is not None or spec.branch is not None:
+        if spec.window is not None or spec.branch is not None or spec.batch is not None:
             return (work or self.work()).flops
         whole = 2 * self.length**2 * (spec.head_dim + spec.value_dim) * spec.heads * self.batch
         return whole / 2 if spec.causal else whole
@@ -89,6 +117,12 @@ def kernel_name(spec: AttentionSpec) -> str:
         "alibi" if spec.alibi else "",
         "sink" if spec.sink else "",
         "fp8" if spec.dtype == "fp8" else "",
+        "packed" if spec.packed else "",
+        "cache" if spec.cache else "",
+        f"decode {spec.decode}" if spec.decode is not None else "",
+        "unsplit" if spec.unsplit else "",
+        f"pages of {spec.page}" if spec.page is not None else "",
+        f"cache in {spec.kv_dtype}" if spec.kv_dtype is not None else "",
     ]
     return " ".join(filter(None, words))
 
@@ -146,8 +180,18 @@ def _spec(shape: Shape, variant: str, head_dim: int, causal: bool) -> AttentionS
 
 
 def of_spec(spec: AttentionSpec, lengths: Sequence[int], tokens: int = TOKENS) -> list[Cell]:
-    """One kernel at several lengths."""
+    """One kernel at several lengths. Raises BadSpec for sequences of any lengths."""
     return [Cell(spec, length, max(1, tokens // length)) for length in lengths]
+
+
+def of_package(
+    spec: AttentionSpec, lengths: Sequence[int], tokens: int | None = None
+) -> list[Cell]:
+    """The cells of a package: one kernel at several lengths, or over the problems of sequences that
+    fit its spec."""
+    if spec.batch is None:
+        return of_spec(spec, lengths, tokens or TOKENS)
+    return [Cell.of_sequences(spec, one) for one in problems(spec, tokens)]
 
 
 # --- a grid from a file -----------------------------------------------------------------------

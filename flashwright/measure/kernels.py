@@ -27,6 +27,7 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.measure.contest import Missing, WorkerThread
 from flashwright.measure.grid import kernel_name
 from flashwright.measure.records import KernelRecord
+from flashwright.program.kernels import Kernels
 from flashwright.sandbox.candidate import Candidate
 from flashwright.spec import AttentionSpec
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from flashwright.build.compile import Built
     from flashwright.judge.verdict import Verdict
     from flashwright.lower.translate import Translation
+    from flashwright.program.program import Program
 
 CODE, SPEC = "code.tl", "spec.toml"
 LENGTHS = ((1, 1), (63, 63), (128, 128), (1000, 1000), (130, 1000), (1000, 63))
@@ -95,8 +97,9 @@ class KernelBuild:
 
 
 def _of_others(name: str, *files: str) -> bool:
-    """Whether a file is one of `files` of a further kernel of the package, or its classes.json."""
-    return name == package.CLASSES or name.partition("/")[2] in files
+    """Whether a file is one of `files` of a further kernel of the package, or says what they are
+    for."""
+    return name in (package.CLASSES, package.STEPS) or name.partition("/")[2] in files
 
 
 def read_map(text: str) -> dict[str, Any]:
@@ -150,33 +153,63 @@ def from_tl(
 
     `beside` are the files of the package's other kernels and its classes.json.
     """
-    from flashwright.build.make import make as build
     from flashwright.check.check import check
     from flashwright.lang.parse import parse
-    from flashwright.lower.translate import translate
 
-    target, start = gpus.find(gpu), time.perf_counter()
     files: dict[str, str | bytes] = {CODE: code, SPEC: specs.dump(spec), **(beside or {})}
     made = KernelBuild(spec, gpu, files)
     try:  # failures are returned, not raised: they cross process boundaries
-        checked = check(parse(code), target, spec.dims)
-        if checked.program is None or checked.errors:
+        checked = check(parse(code), gpus.find(gpu), spec.dims)
+        if checked.errors or not checked.kernels:
             return replace(made, why=_why(checked.errors))
-        translation = translate(checked.program, target)
-        files |= package.translated(translation)
-        translated = time.perf_counter()
-        took = {"translate": round(translated - start, 3)}
-        if card is None:
-            return replace(made, seconds=took)
-        real = _real(target, card)
-        translation, built = build(checked.program, target, first=translation, real=real, tl=code)
+        if checked.program is not None:
+            return _compiled(made, checked.program, card)
+        return _of_steps(made, Kernels(checked.kernels), card)
     except Failed as failed:
         return replace(made, why=_why(failed.diagnostics))
+
+
+def _compiled(made: KernelBuild, program: Program, card: Card | None) -> KernelBuild:
+    """A package with the kernel of its program. Raises Failed."""
+    from flashwright.build.make import make as build
+    from flashwright.lower.translate import translate
+
+    target, files, start = gpus.find(made.gpu), dict(made.files), time.perf_counter()
+    code = files[CODE]
+    assert isinstance(code, str)
+    translation = translate(program, target)
+    files |= package.translated(translation)
+    translated = time.perf_counter()
+    took = {"translate": round(translated - start, 3)}
+    if card is None:
+        return replace(made, files=files, seconds=took)
+    real = _real(target, card)
+    translation, built = build(program, target, first=translation, real=real, tl=code)
     # A build from the cache counts with the time of the original build.
     took["build"] = round(max(time.perf_counter() - translated, built.seconds), 3)
     files |= {**package.translated(translation), **package.compiled(built)}
     files[package.RECORD] = package.record(built, target, files, translation.report)
-    return replace(made, ptxas=_ptxas(built, translation), seconds=took)
+    return replace(made, files=files, ptxas=_ptxas(built, translation), seconds=took)
+
+
+def _of_steps(made: KernelBuild, kernels: Kernels, card: Card | None) -> KernelBuild:
+    """A package whose program has several kernels, each in a subfolder. Raises Failed. The figures
+    of ptxas are those of the first."""
+    from flashwright.build.make import step_programs
+    from flashwright.build.steps import Steps
+
+    target = gpus.find(made.gpu)
+    own = {**made.files, package.STEPS: Steps.of(kernels).dump()}
+    parts = {
+        name: _compiled(replace(made, files={CODE: text}), program, card)
+        for name, (text, program) in step_programs(kernels, target).items()
+    }
+    files = {f"{name}/{file}": x for name, one in parts.items() for file, x in one.files.items()}
+    if card is not None:
+        records = {name: data for name, data in files.items() if name.endswith(package.RECORD)}
+        own[package.RECORD] = package.record_of_steps(target, {**own, **records})
+    seconds = _sum(*(one.seconds for one in parts.values()))
+    return replace(made, files={**files, **own}, ptxas=parts["1"].ptxas, seconds=seconds)
 
 
 def _why(diagnostics: Sequence[Diagnostic]) -> str:
@@ -245,13 +278,14 @@ def place_of(folder: Path, name: str) -> Path:
 
 def put(made: KernelBuild, place: Path) -> KernelBuild:
     """Write a kernel package to this folder; the record of its files comes last."""
-    # A concurrent reader must not find a classes.json without its kernels.
+    # A concurrent reader must not find what names the kernels without them.
     try:
         place.mkdir(parents=True, exist_ok=True)
-        (place / package.CLASSES).unlink(missing_ok=True)
+        for name in (package.CLASSES, package.STEPS):
+            (place / name).unlink(missing_ok=True)
     except OSError as error:
         raise cannot("use", place, error) from None
-    last = (package.CLASSES, package.RECORD)
+    last = (package.CLASSES, package.STEPS, package.RECORD)
     for name in sorted(made.files, key=lambda n: last.index(n) if n in last else -1):
         (place / name).parent.mkdir(exist_ok=True)
         write(place / name, made.files[name])
@@ -274,15 +308,16 @@ def load(folder: Path) -> KernelBuild:
 
     The spec is read strictly: a tolerance of its own is ignored.
     """
-    from flashwright.build.reading import read_model, read_plan
+    from flashwright.build.reading import read_model
     from flashwright.judge.own_spec import strict
     from flashwright.lower import source_map
 
-    plan = read_plan(folder)
+    plan = classes.plan_of(folder)
     files: dict[str, str | bytes] = {}
-    for kernel, place in classes.folders(folder).items():
-        source_map.read(place)  # it goes into the record
-        for name in (package.CLASSES, *package.IN_RECORD):
+    for kernel, place in {package.OWN: folder, **classes.folders(folder)}.items():
+        if (place / "kernel.cu").is_file():
+            source_map.read(place)  # it goes into the record
+        for name in (package.CLASSES, package.STEPS, *package.IN_RECORD):
             data = content(place / name)
             if data is not None:
                 binary = name == "kernel.cubin"

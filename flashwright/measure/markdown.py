@@ -76,7 +76,8 @@ def _method(run: RunRecord, results: Results) -> Iterator[str]:
 
 
 def _table(found: Sequence[BenchRow], results: Results, number: int | None) -> Iterator[str]:
-    unit = "time" if number and tables.TABLES[number].unit == "s" else "TFLOPS"
+    units = " or ".join(dict.fromkeys(row.unit for row in found))
+    unit = "time" if number and tables.TABLES[number].unit == "s" else units or "TFLOPS"
     paper = bool(number)
     ours = f"{OURS}, {unit}"
     heads = [f"paper ({tables.TABLES[number].gpus[0]})"] if number else []
@@ -96,7 +97,7 @@ def _table(found: Sequence[BenchRow], results: Results, number: int | None) -> I
             cells.append(_both(ratio_in_words(entry.ratio), ratio_in_words(entry.paper_ratio)))
         cells.append("" if row.spread is None else f"{row.spread:.1%}")
         kernel = "" if row.kernel == before else row.kernel
-        yield f"| {kernel} | {row.length} | " + " | ".join(cells) + " |"
+        yield f"| {kernel} | {row.size} | " + " | ".join(cells) + " |"
         before = row.kernel
 
 
@@ -116,7 +117,7 @@ def _paper_table(found: Sequence[BenchRow], results: Results) -> Iterator[str]:
         for entry in others:
             theirs = paper_in_words(entry.paper, row.unit)
             cells.append(_both(theirs, ratio_in_words(entry.paper_ratio)))
-        yield f"| {row.kernel} | {row.length} | " + " | ".join(cells) + " |"
+        yield f"| {row.kernel} | {row.size} | " + " | ".join(cells) + " |"
 
 
 def _ratios(results: Results) -> Iterator[str]:

@@ -20,7 +20,7 @@ from typing import Literal
 from flashwright import gpu as gpus
 from flashwright.build import package
 from flashwright.build.driver import Card
-from flashwright.build.package import CLASSES
+from flashwright.build.package import CLASSES, STEPS
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.measure import ceilings, journal, kernels, machine
 from flashwright.measure.bench import Contest, ContestDependencies
@@ -411,9 +411,10 @@ class _KernelCheck:
                 yield unchecked(name, value, "its TL is not in the file")
             return
         try:
-            made = _translations(record.tl, record.gpu)
+            steps = _steps(record)
+            made = {"": {}} if steps else _translations(record.tl, record.gpu)
             others = {
-                f"{name}/kernel.cu": _translations(tl, record.gpu)
+                f"{name}/kernel.cu": _translations(tl, record.gpu, bool(steps))
                 for name, tl in _further(record).items()
             }
         except (Failed, gpus.UnknownGpu) as error:
@@ -430,6 +431,8 @@ class _KernelCheck:
         yield exact("kernel.source", record.source, source, why)
         yield exact("kernel.gpu", record.gpu, record.gpu)
         yield exact("kernel.map", record.map, made[source], why)
+        for name, text in steps.items():
+            yield exact(f"kernel.others.{name}", record.others.get(name), text, "from its TL")
         for name, sources in others.items():
             text = record.others.get(name, "")
             found = text if text in sources else next(iter(sources))
@@ -504,6 +507,8 @@ class _KernelCheck:
     def _built(self, record: KernelRecord, spec: AttentionSpec, card: Card) -> KernelBuild:
         """Build the package again, with all its kernels."""
         built = self.dependencies.build(record.tl, spec, record.gpu, card)
+        if STEPS in record.others:
+            return built
         files = dict(built.files)
         for name, tl in _further(record).items():
             other = self.dependencies.build(tl, spec, record.gpu, card)
@@ -557,7 +562,7 @@ class _KernelCheck:
                     continue
                 number = self.results.numbers[cell, OURS]
                 self.say(f"measuring {number.length}, beside {beside}{gone}")
-                lines = contest.measure(Cell(spec, number.length, number.batch))
+                lines = contest.measure(Cell.recorded(spec, cell, number.length, number.batch))
                 found = Results.of(lines)
                 more = (*static, *self._compared(cell, found))
                 yield self._finding(cell, (*own, *more), found)
@@ -660,6 +665,27 @@ def _not_built(record: KernelRecord, why: str) -> Iterator[Field]:
     yield unchecked("kernel.ptxas", record.ptxas, why)
 
 
+def _steps(record: KernelRecord) -> dict[str, str]:
+    """Of a program of several kernels: the texts that follow from its TL, by file; else none.
+    Raises Failed if it has none."""
+    from flashwright.build.make import step_programs
+    from flashwright.build.steps import Steps
+    from flashwright.check.check import check
+    from flashwright.lang.parse import parse
+    from flashwright.program.kernels import Kernels
+
+    if STEPS not in record.others:
+        return {}
+    target = gpus.find(record.gpu)
+    checked = check(parse(record.tl), target)
+    if checked.errors or len(checked.kernels) < 2:
+        text = "its TL is no program of several kernels"
+        raise Failed(*(checked.errors or (Diagnostic("FW904", text),)))
+    found = Kernels(checked.kernels)
+    texts = {f"{n}/{kernels.CODE}": text for n, (text, _) in step_programs(found, target).items()}
+    return {STEPS: Steps.of(found).dump(), **texts}
+
+
 def _further(record: KernelRecord) -> dict[str, str]:
     """The TL of the package's further kernels, by name."""
     end = f"/{kernels.CODE}"
@@ -667,17 +693,14 @@ def _further(record: KernelRecord) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=64)
-def _translations(tl: str, gpu: str) -> dict[str, dict[str, object]]:
-    """Source and line map of both translations of a program: the default and the sparing one."""
-    from flashwright.check.check import check
+def _translations(tl: str, gpu: str, part: bool = False) -> dict[str, dict[str, object]]:
+    """Source and line map of both translations of a program, or of a part of one with several
+    kernels: the default and the sparing one."""
+    from flashwright.check.check import checked_program
     from flashwright.lang.parse import parse
     from flashwright.lower.translate import translate
 
     target = gpus.find(gpu)
-    checked = check(parse(tl), target)
-    if checked.program is None or checked.errors:
-        raise Failed(*checked.errors)
-    made = (
-        package.translated(translate(checked.program, target, sparing=s)) for s in (False, True)
-    )
+    program = checked_program(parse(tl), target, part=part)
+    made = (package.translated(translate(program, target, sparing=s)) for s in (False, True))
     return {one["kernel.cu"]: kernels.read_map(one["kernel.map.json"]) for one in made}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flashwright.measure import tables
 from flashwright.measure.peers import registry
-from flashwright.measure.records import OURS
+from flashwright.measure.records import OURS, NumberRecord
 from flashwright.measure.results import Results
 from flashwright.spec import AttentionSpec, BadSpec
 
@@ -21,7 +21,7 @@ class RowEntry:
 
     who: str
     value: float | None = None
-    """TFLOPS, or seconds if the table is in seconds."""
+    """In the unit of the row."""
     ratio: float | None = None
     """Our speed over that of the contestant."""
     paper: float | None = None
@@ -33,8 +33,10 @@ class BenchRow:
     """One cell, or the sum of several."""
 
     kernel: str
-    length: int
+    size: str
+    """The length, or the name of the sequences."""
     unit: str
+    """TFLOPS; s, if the table is in seconds; GB/s of a decode."""
     entries: tuple[RowEntry, ...]
     """Ours first."""
     spread: float | None = None
@@ -43,7 +45,7 @@ class BenchRow:
     @property
     def name(self) -> str:
         """The name of its cell."""
-        return f"{self.kernel} {self.length}"
+        return f"{self.kernel} {self.size}"
 
 
 def rows(results: Results, gpu: str | None = None) -> list[BenchRow]:
@@ -63,10 +65,10 @@ def table_of(results: Results) -> int | None:
     return table if table in tables.TABLES else None
 
 
-def _split(cell: str) -> tuple[str, int]:
-    """A cell's kernel and its length."""
-    kernel, _, length = cell.rpartition(" ")
-    return (kernel, int(length)) if length.isdecimal() else (cell, 0)
+def _split(cell: str) -> tuple[str, str]:
+    """A cell's kernel and its size."""
+    kernel, _, size = cell.rpartition(" ")
+    return kernel, size
 
 
 def _row(
@@ -77,22 +79,34 @@ def _row(
     names: dict[str, tuple[str, ...]],
     seconds: bool,
 ) -> BenchRow:
-    kernel, length = _split(cell)
-    figures = _figures(results, cell, length, table, gpu)
+    kernel, size = _split(cell)
+    unit = "s" if seconds else _unit(results, cell)
+    figures = _figures(results, cell, int(size), table, gpu) if size.isdecimal() else None
     entries = []
     for who in results.contestants:
         number = results.numbers.get((cell, who))
-        value = None if number is None else number.seconds if seconds else number.tflops
+        value = None if number is None else _value(number, unit)
         ratio = None if who == OURS else results.ratio(cell, who)
         entries.append(_entry(who, value, ratio, figures, names))
     ours = results.numbers.get((cell, OURS))
     return BenchRow(
         kernel,
-        length,
-        "s" if seconds else "TFLOPS",
+        size,
+        unit,
         tuple(entries),
         ours.spread if ours else None,
     )
+
+
+def _unit(results: Results, cell: str) -> str:
+    """A decode reads keys: its figure is the bandwidth."""
+    kernel = results.kernel_of(cell)
+    decode = kernel is not None and kernel.spec.get("decode") is not None
+    return "GB/s" if decode else "TFLOPS"
+
+
+def _value(number: NumberRecord, unit: str) -> float | None:
+    return {"s": number.seconds, "GB/s": number.gbs}.get(unit, number.tflops)
 
 
 def _entry(
@@ -132,7 +146,7 @@ def _totals(results: Results, names: dict[str, tuple[str, ...]]) -> Iterator[Ben
     """NSA's time is the sum of its branches; a contestant that lacks a branch has no total."""
     by_length: dict[int, list[str]] = {}
     for cell in results.cells:
-        by_length.setdefault(_split(cell)[1], []).append(cell)
+        by_length.setdefault(int(_split(cell)[1]), []).append(cell)
     branches = len({_split(cell)[0] for cell in (results.run.cells if results.run else ())})
     for length, cells in sorted(by_length.items()):
         total: dict[str, float] = {}
@@ -151,7 +165,7 @@ def _totals(results: Results, names: dict[str, tuple[str, ...]]) -> Iterator[Ben
             )
             for who in results.contestants
         )
-        yield BenchRow(NSA_TOTAL, length, "s", entries)
+        yield BenchRow(NSA_TOTAL, str(length), "s", entries)
 
 
 # --- words ------------------------------------------------------------------------------------

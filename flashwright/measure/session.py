@@ -70,7 +70,10 @@ class BenchPlan:
 def settings_of(cells: Sequence[Cell], warm: bool) -> dict[str, str]:
     """The settings of a run's record that follow from its cells."""
     every = dict.fromkeys(cell.spec for cell in cells)
-    sizes = " ".join(f"{cell.batch}x{cell.length}" for cell in cells)
+    sizes = " ".join(
+        f"{cell.batch}x{cell.length}" + (f" {cell.size}" if cell.sequences else "")
+        for cell in cells
+    )
     return {
         "l2": "both" if warm else "cold",
         "dtype": " ".join(dict.fromkeys(spec.dtype for spec in every)),

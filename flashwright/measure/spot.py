@@ -7,9 +7,9 @@ fetched and one of these outputs is compared. Equal bits for different inputs ar
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -45,6 +45,9 @@ def expected(
         before = torch.from_numpy(signs).to(one["Q"].device)
         one["Q"] = one["Q"].clone()
         sign(torch, one["Q"], one["Q"].clone(), before)
+    if problem.sequences:
+        parts = list(_each_sequence(problem, made, one["Q"], batch, head))
+        return torch.cat(parts).cpu().numpy()  # type: ignore[no-any-return]
     for name in ("K", "V", "Idx"):
         if name in made:
             one[name] = made[name][batch : batch + 1, kv_head : kv_head + 1]
@@ -54,6 +57,50 @@ def expected(
     answer = oracle_device.attention(torch, problem.spec, one, {"tokens": problem.length})
     found: Array = answer["O"][0, 0].cpu().numpy()
     return found
+
+
+def _each_sequence(
+    problem: TimedProblem, made: Mapping[str, Any], query: Any, batch: int, head: int
+) -> Iterator[Any]:
+    """O of one head in fp64: of all packed sequences in turn, else of the one at hand."""
+    import torch
+
+    from flashwright.judge import oracle_device
+
+    spec, kv_head = problem.spec, head * problem.spec.kv_heads // problem.spec.heads
+    first = 0
+    for b, (queries, _) in enumerate(problem.sequences):
+        if spec.packed:
+            one = {"Q": query[:, :, first : first + queries]}
+            first += queries
+        elif b == batch:
+            one = {"Q": query}
+        else:
+            continue
+        for name in ("K", "V"):
+            if name in made:
+                one[name] = _keys_of(problem, made, name, b, kv_head)[None, None]
+            if f"{name}Descale" in made:
+                scales = made[f"{name}Descale"]
+                one[f"{name}Descale"] = scales[b : b + 1, kv_head : kv_head + 1]
+        one |= {n: made[n][head : head + 1] for n in ("Slopes", "Sink") if n in made}
+        yield oracle_device.attention(torch, spec.each, one, {})["O"][0, 0]
+
+
+def _keys_of(
+    problem: TimedProblem, made: Mapping[str, Any], name: str, b: int, kv_head: int
+) -> Any:
+    """(keys, dim) of one sequence and head."""
+    import torch
+
+    tensor, many = made[name], problem.sequences[b][1]
+    if "Table" not in made:
+        first = int(made["StartsK"][b])
+        return tensor[0, kv_head, first : first + many]
+    size = tensor.shape[2]
+    pages = made["Table"][b, : -(-many // size)].long()
+    plain = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # no index else
+    return plain[:, kv_head][pages].flatten(0, 1)[:many].view(tensor.dtype)
 
 
 class OutputSource(Protocol):

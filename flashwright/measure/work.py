@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,17 @@ class Work:
     def intensity(self) -> float:
         """Arithmetic intensity: operations per byte."""
         return self.flops / self.bytes if self.bytes else 0.0
+
+
+def sum_of(parts: Iterable[Work]) -> Work:
+    """The work of several calls together."""
+    found = list(parts)
+    return Work(
+        sum(one.pairs for one in found),
+        sum(one.flops for one in found),
+        sum(one.read for one in found),
+        sum(one.written for one in found),
+    )
 
 
 @dataclass(frozen=True)

@@ -28,26 +28,30 @@ _FP8 = ("e4m3", "e5m2")
 class Signature:
     """A launch plan as an operator: input tensors, then the dims that no tensor shows.
 
-    Raises Failed with FW852 for a plan that is no function of its inputs.
+    Raises Failed with FW852 for a plan that is no function of its inputs. With `in_place` tensors
+    that are read and written are inputs that the operator changes.
     """
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    def __init__(self, plan: LaunchPlan, in_place: bool = False) -> None:
         for tensor in plan.tensors:
-            if tensor.written and (tensor.read or tensor.flat):
-                why = (
-                    "is read and written" if tensor.read else "has a size that only a caller knows"
-                )
+            changed = tensor.read and tensor.written
+            if (changed and not in_place) or (tensor.written and tensor.flat):
+                why = "is read and written" if changed else "has a size that only a caller knows"
                 text = f"launch.json: `{tensor.name}` {why}, so the kernel cannot be an operator"
                 hint = "call it without torch.compile: flashwright.load(folder)(..., out=...)"
                 raise Failed(Diagnostic("FW852", text, help=hint))
         self.plan = plan
         self.read = [t for t in plan.tensors if t.read]
-        self.written = [t for t in plan.tensors if t.written]
+        self.written = [t for t in plan.tensors if t.written and not t.read]
         self.dims = tuple(d for d in unshown(plan) if d != "kv_heads" or "heads" not in plan.dims)
         names = [*(t.name for t in self.read), *self.dims]
         lower = [*(t.name.lower() for t in self.read), *self.dims]
         self.arguments = lower if len(set(lower)) == len(lower) else names
         self.inputs = tuple(self.arguments[: len(self.read)])
+        self.changed = tuple(
+            name for name, t in zip(self.arguments, self.read, strict=False) if t.written
+        )
+        """The inputs that the operator changes."""
         self.outputs = tuple(t.name for t in self.written)
         self._shapes = OutputShapes(plan, LAYOUT)
         order = [*self.read, *self.written]
@@ -62,10 +66,11 @@ class Signature:
 
     def schema(self, name: str) -> str:
         """The schema, as torch.library defines an operator by it."""
-        kinds = ["Tensor"] * len(self.read) + ["SymInt"] * len(self.dims)
+        kinds = [f"Tensor(a{n}!)" if t.written else "Tensor" for n, t in enumerate(self.read)]
+        kinds += ["SymInt"] * len(self.dims)
         taken = ", ".join(f"{k} {n}" for k, n in zip(kinds, self.arguments, strict=True))
         given = ", ".join(["Tensor"] * len(self.written))
-        return f"{name}({taken}) -> " + (f"({given})" if len(self.written) > 1 else given)
+        return f"{name}({taken}) -> " + (given if len(self.written) == 1 else f"({given})")
 
     def tensors(self, arguments: Sequence[Any]) -> Sequence[Any]:
         """The tensors among the operator's arguments."""

@@ -31,27 +31,59 @@ class TimedProblem:
     """Number of keys; None means as many as queries."""
     dims: Mapping[str, int] = field(default_factory=dict)
     """Sizes that no tensor shows."""
+    sequences: tuple[tuple[int, int], ...] = ()
+    """The queries and the keys of each sequence, where they have any lengths. `batch` and `length`
+    are then those of Q: of packed sequences 1, and all tokens."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, int, int, int]]:
-        """The shapes of Q, K and V, as (batch, heads, length, dim)."""
-        spec, keys = self.spec, self.length if self.kv_len is None else self.kv_len
+        """The shapes of Q, K and V, as (batch, heads, length, dim); pages take the place of the
+        batch."""
+        spec = self.spec
+        count, rows = self._keys
         found = {
             "Q": (self.batch, spec.heads, self.length, spec.head_dim),
-            "K": (self.batch, spec.kv_heads, keys, spec.head_dim),
-            "V": (self.batch, spec.kv_heads, keys, spec.value_dim),
+            "K": (count, spec.kv_heads, rows, spec.head_dim),
+            "V": (count, spec.kv_heads, rows, spec.value_dim),
         }
         if spec.latent:
             del found["V"]
         return found
 
     @property
+    def _keys(self) -> tuple[int, int]:
+        """How many batches, or pages, of how many keys K has."""
+        batch = self.spec.batch
+        if batch is None:
+            return self.batch, self.length if self.kv_len is None else self.kv_len
+        if batch.page is not None:
+            return sum(-(-keys // batch.page) for _, keys in self.sequences), batch.page
+        return 1, sum(keys for _, keys in self.sequences)
+
+    @property
     def sizes(self) -> dict[str, int]:
         """All sizes of the problem by name."""
-        spec, keys = self.spec, self.length if self.kv_len is None else self.kv_len
+        spec, keys = self.spec, self._keys[1]
         heads = {"heads": spec.heads, "kv_heads": spec.kv_heads}
         lengths = {"batch": self.batch, "q_len": self.length, "kv_len": keys}
+        if spec.batch is not None:
+            longest = (max(pair[side] for pair in self.sequences) for side in (0, 1))
+            counts = (len(self.sequences), *longest)
+            lengths = dict(zip(("batch", "q_len", "kv_len"), counts, strict=True))
         return {**spec.dims, **heads, **lengths, **self.dims}
+
+    def passed(self, name: str, tensor: Any) -> Any:
+        """A tensor of `shapes` as the candidate gets it: those of all tokens have no batch."""
+        return tensor[0] if self._of_tokens(name) else tensor
+
+    def returned(self, tensor: Any) -> Any:
+        """The O of a call with the axes of Q in `shapes`."""
+        return tensor[None] if self._of_tokens("O") else tensor
+
+    def _of_tokens(self, name: str) -> bool:
+        if self.spec.batch is None:
+            return False
+        return self.spec.packed if name in ("Q", "O") else self.spec.page is None
 
     def empty(self, device: str = "cuda") -> dict[str, Any]:
         """Uninitialised tensors for Q, K and V, in the problem's layout."""

@@ -476,6 +476,7 @@ class Sandbox:
             length=problem.length,
             layout=problem.layout,
             kv_len=problem.kv_len,
+            sequences=problem.sequences,
             places=[place.request() for place in self.places],
         )
 

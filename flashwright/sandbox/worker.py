@@ -19,9 +19,9 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from flashwright.sandbox.layout import RETURNED
 from flashwright.sandbox.limits import Limits, apply
 from flashwright.sandbox.memory import mapped
 from flashwright.sandbox.tensors import DTYPES, dtype_name
+
+if TYPE_CHECKING:
+    from flashwright.sandbox.problem import TimedProblem
 
 _LINES = 6  # of a traceback
 
@@ -199,6 +202,7 @@ class Worker:
         extra: list[str],
         dims: Mapping[str, int],
         places: list[dict[str, Any]],
+        sequences: Sequence[Sequence[int]] = (),
         **sizes: Any,
     ) -> dict[str, Any]:
         """Draw a problem's inputs and call once. `places` are the judge's, for the outputs."""
@@ -209,14 +213,12 @@ class Worker:
         self.timed, self.returned = None, []
         gc.collect()
         arrays = {name: np.load(self.folder / f"{name}.npy") for name in extra}
-        problem = TimedProblem(AttentionSpec.make(**spec), extra=arrays, dims=dims, **sizes)
+        told = AttentionSpec.make(**spec)
+        pairs = tuple((int(rows), int(keys)) for rows, keys in sequences)
+        problem = TimedProblem(told, extra=arrays, dims=dims, sequences=pairs, **sizes)
         function = self.function
         if self.candidate.kind == "package":
-            from flashwright.build.load import unshown
-
-            known = problem.sizes
-            named = {name: known[name] for name in unshown(function.plan) if name in known}
-            function = functools.partial(function, **named) if named else function
+            function = _by_name(function, problem)
         outputs = [self.device.tensor(self.memory, told) for told in places]
         self.timed = Timed(function, problem, outputs, self.device.plain)
         return {}
@@ -234,6 +236,18 @@ class Worker:
         """Make calls that each need the one before. The judge measures the time."""
         self.timed.burst(calls)
         return {}
+
+
+def _by_name(kernel: Any, problem: TimedProblem) -> Callable[..., Any]:
+    """A package's kernel as a function of the problem's tensors in their order."""
+    from flashwright.build.load import unshown
+
+    known = problem.sizes
+    named = {name: known[name] for name in unshown(kernel.plan) if name in known}
+    if problem.spec.batch is None:
+        return functools.partial(kernel, **named) if named else kernel  # type: ignore[no-any-return]
+    names = (*problem.shapes, *problem.extra)
+    return lambda *given: kernel(**dict(zip(names, given, strict=True)), **named)
 
 
 def _no_grad(device: Device) -> Any:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from flashwright.author.builtin.splits import rows_for, split_count
 from flashwright.flex.task import NoKernel
-from flashwright.generate.packed_sizes import batch_of_few, rows_for
-from flashwright.gpu import Gpu
+from flashwright.generate.packed_sizes import batch_of_few
 from flashwright.serving import arguments, reference, tree
 from flashwright.serving.append import New
 from flashwright.serving.cache import Cache, lengths_of, most_known
@@ -26,11 +26,6 @@ from flashwright.serving.merge import merge_states
 from flashwright.serving.varlen import kernel_tensors
 from flashwright.spec import AttentionSpec
 
-MOST_SPLITS = 128
-_FULL = 0.8
-"""Of the SMs: with so many thread blocks, keys are not split."""
-_NEAR = 0.85
-"""Of the best efficiency: the fewest splits that reach it are taken."""
 _SMALL = 8 << 20
 """Bytes that surely stay in the L2 between two kernels."""
 ARGUMENTS = {
@@ -45,8 +40,6 @@ ARGUMENTS = {
     **arguments.ARGUMENTS,
 }
 """The arguments of the function by what its tensors are called here."""
-_KEYS = 64
-"""Of one step, roughly; a split has at least one."""
 
 
 def flash_attn_with_kvcache(
@@ -266,18 +259,3 @@ def _parts_cost(spec: AttentionSpec, queries: int, longest: int) -> bool:
     columns = spec.head_dim + (0 if spec.latent else spec.value_dim)
     keys = longest * spec.kv_heads * columns * (1 if spec.kv_dtype else 2)
     return queries * part > _SMALL and 200 * part > keys
-
-
-def split_count(gpu: Gpu, blocks: int, longest: int) -> int:
-    """Over how many thread blocks the keys of a sequence are split, if without that there are
-    `blocks` of them: as few as fill whole waves of the GPU nearly as well as any number does."""
-    most = min(MOST_SPLITS, gpu.sms, ceil(longest / _KEYS))
-    if blocks >= _FULL * gpu.sms or most <= 1:
-        return 1
-
-    def efficiency(splits: int) -> float:
-        waves = blocks * splits / gpu.sms
-        return waves / ceil(waves)
-
-    best = max(map(efficiency, range(1, most + 1)))
-    return next(n for n in range(1, most + 1) if efficiency(n) >= _NEAR * best)

@@ -180,3 +180,8 @@ def _keys(given: Tensors, name: str, b: int) -> Any:
     first = int(given["startsk"][b])
     last = first + int(given["lengthsk"][b]) if "lengthsk" in given else given["startsk"][b + 1]
     return cache[first : int(last)]
+
+
+COMPUTING = (attention, _count, _sequence, _queries, _scaled_keys, _keys)
+"""The functions that a reference apart from Flashwright needs, with those of pytorch/reference.py
+(export/flashinfer.py copies them)."""

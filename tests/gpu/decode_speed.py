@@ -4,7 +4,8 @@
 beside FlashAttention-3 (`flash_attn_interface`) if it is installed. Prints milliseconds of CUDA
 graphs, as engines launch a decode, and the GB/s of keys and values that are read; then what a call
 takes of the host without a graph, and its launches alone. Outputs are compared before they are
-timed. `--cache fp8` times caches in e4m3 beside the same numbers in bf16, both ours.
+timed. `--cache fp8` times caches in e4m3 beside the same numbers in bf16, both ours. `flashwright
+bench --package` times a kernel alone over these shapes, with a cold L2.
 """
 
 from __future__ import annotations
@@ -17,20 +18,11 @@ from typing import Any
 
 import torch
 
+from flashwright.measure.sequences import DECODES
 from flashwright.serving import kernels
 from flashwright.serving.kvcache import flash_attn_with_kvcache
 from tests.gpu.backward_speed import Call, line, mean, times
 
-SHAPES = (
-    (1, 65536, 32, 8),
-    (8, 8192, 32, 8),
-    (32, 8192, 32, 8),
-    (64, 4096, 64, 8),
-    (128, 2048, 32, 8),
-    (256, 1024, 32, 8),
-    (16, 32768, 32, 4),
-)
-"""Sequences, keys, heads and KV heads."""
 WIDTH, LIMIT = 128, 1e-2
 
 
@@ -121,7 +113,7 @@ def compare_caches() -> None:
     print(f"{'':34} {'fp8':>8} {'bf16':>8} ratio    difference (ms)")
     ratios = []
     for page in (None, 16, 64, 128):
-        for shape in SHAPES:
+        for shape in DECODES:
             batch, keys, heads, kv_heads = shape
             given = tensors(*shape, page)
             kind = f"{batch} x {keys}, {heads}/{kv_heads}" + (f", pages of {page}" if page else "")
@@ -141,7 +133,7 @@ def main() -> None:
     ratios = []
     print(f"{'':34} {'ours':>8} {'theirs':>8} ratio    difference (ms)")
     for page in (None, 16, 64, 128):
-        for shape in SHAPES:
+        for shape in DECODES:
             batch, keys, heads, kv_heads = shape
             given = tensors(*shape, page)
             kind = f"{batch} x {keys}, {heads}/{kv_heads}" + (f", pages of {page}" if page else "")

@@ -3,46 +3,25 @@
 `python -m tests.gpu.varlen_speed`: five distributions of lengths, full and causal, beside
 FlashAttention-3's varlen function if it is installed, else torch's varlen_attn; and for equal
 lengths our own kernel for rectangular batches. Outputs are compared before they are timed.
+`flashwright bench --package` times a kernel alone over these lengths.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 
 import flashwright
+from flashwright.measure.sequences import distributions
 from tests.gpu.backward_speed import Call, line, mean
 
-TOKENS, HEADS, KV_HEADS = 32768, 32, 8
+HEADS, KV_HEADS = 32, 8
 LIMIT = 1e-2
 """Of the difference of two libraries' outputs, relative to their norm."""
-
-
-def distributions() -> Iterator[tuple[str, list[int]]]:
-    """Lengths of sequences with about TOKENS tokens."""
-    rng = np.random.default_rng(0)
-    yield "equal", [2048] * (TOKENS // 2048)
-    yield "uniform", _until(lambda: int(rng.integers(1, 4096)))
-    yield "log-normal", _until(lambda: int(np.exp(rng.normal(6, 1))) + 1)
-    yield "one long", [TOKENS // 2, *([128] * (TOKENS // 256))]
-    # Short questions, some with a long context before them.
-    yield "chat", _until(lambda: int(rng.choice([40, 120, 350, 1200, 7000], p=_CHAT)))
-
-
-_CHAT = (0.3, 0.3, 0.25, 0.1, 0.05)
-
-
-def _until(draw: Any) -> list[int]:
-    """Drawn lengths, the last one cut, until all tokens are taken."""
-    found: list[int] = []
-    while (rest := TOKENS - sum(found)) > 0:
-        found.append(min(draw(), rest))
-    return found
 
 
 def tensors(lengths: Sequence[int], dim: int) -> list[Any]:

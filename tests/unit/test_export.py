@@ -265,7 +265,7 @@ def test_a_solution_is_text_that_holds_the_kernels(
     main = importlib.import_module(f"{place.name}.main")
     assert solution["spec"]["entry_point"] == "main.py::run"
     assert str(inspect.signature(main.run)) == "(q, k, v, o, lse)"
-    images = [one._images for one in main._KERNELS._served]
+    images = [kernel._images for ((kernel, _),) in main._KERNELS._served]
     assert images == [[("cubin", (folder / CUBIN).read_bytes())]] * 2
     with pytest.raises(ValueError, match="`q` must be on a CUDA device; it is on cpu"):
         main.run(*problem(), *problem()[:2])
@@ -306,7 +306,7 @@ def test_the_example_shows_the_launch(package: Package) -> None:
     plan = LaunchPlan.model_validate_json((folder / PLAN).read_text())
     text = (exported(folder, "header", "--kernel", ".") / header.EXAMPLE).read_text()
     assert f"constexpr int threads = {plan.threads}, shared = {plan.shared};" in text
-    assert "attention<<<blocks, threads, shared>>>(p);" in text
+    assert "host::launch(attention, blocks, threads, shared, p);" in text
     assert 'int const heads = host::dim(given, "heads", 4);' in text
     boxes = [", ".join(map(str, one.box)) for one in plan.maps]
     assert boxes

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from flashwright.author.builtin.variants import make_spec
+from flashwright.author.llm import prompt
+from flashwright.author.llm.budget import Budget, estimate_prompt
+from flashwright.author.llm.connect import connect
+from flashwright.author.llm.prompt import Facts
+from flashwright.author.llm.transcript import FOLDER, Transcript
+from flashwright.build import toolchain
+from flashwright.check.check import check
+from flashwright.generate import pipeline
 from flashwright.generate.backward import built
+from flashwright.generate.by_model.ask import Authors, StageAuthor
 from flashwright.generate.folder import write_package
+from flashwright.generate.packed import PackedOrder
+from flashwright.generate.replay import replay
+from flashwright.generate.state import Run
 from flashwright.gpu import H200
 from flashwright.judge.emulated import judge_emulated
 from flashwright.lang.parse import parse
-from flashwright.measure.grid import of_spec
-from flashwright.spec import BadSpec, load
+from flashwright.program.kernels import Kernels
+from flashwright.spec import AttentionSpec, load
 from tests.unit.emulated import needs_compilers
+from tests.unit.llm_server import Server, say, serve
+from tests.unit.test_by_model import Nobody, fenced
 from tests.unit.test_cli import Outcome
 
 SMALL = ("--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--dtype", "bf16", "--gpu", "h200")
@@ -94,7 +109,119 @@ def test_a_decode_is_accepted_and_a_wrong_one_refused(tmp_path: Path) -> None:
     assert verdict.offences
 
 
-def test_what_measures_says_that_it_has_rectangular_batches() -> None:
-    spec = make_spec("gqa", heads=4, kv_heads=2, dtype="bf16", packed=True)
-    with pytest.raises(BadSpec, match=r"packed sequences.*`bench` measures rectangular batches"):
-        of_spec(spec, [1024])
+# --- by a language model ------------------------------------------------------------------------
+
+MODELLED = {
+    "packed": {"packed": True, "causal": True},
+    "packed queries, a cache": {"packed": True, "cache": True},
+    "packed queries, pages": {"packed": True, "page": 48},
+    "decode": {"decode": 2, "causal": True, "alibi": True, "sink": True},
+    "decode over pages in fp8": {"decode": 1, "page": 16, "kv_dtype": "fp8"},
+}
+LIMIT = 12_700
+"""Tokens of a prompt: the language of several kernels and of caches comes on top."""
+
+
+def spec_of(name: str) -> AttentionSpec:
+    return make_spec("gqa", heads=4, kv_heads=2, head_dim=64, dtype="bf16", **MODELLED[name])
+
+
+@pytest.mark.parametrize("name", MODELLED)
+def test_the_prompt_has_what_the_program_needs(name: str) -> None:
+    """Each tensor with its axes and type, and how rows of sequences are copied."""
+    spec = spec_of(name)
+    messages = prompt.first("code", Facts(spec, H200, stages=("code",)))
+    text = messages[1].text
+    assert estimate_prompt(messages) < LIMIT
+    assert not re.search(r"\{\{|\{%|\bNone\b", text)
+    code = PackedOrder(spec, H200).code()
+    for tensor in Kernels(check(parse(code)).kernels).inputs:
+        (told,) = re.findall(rf"^- {tensor.name} \((.*)\) (\w+): input", text, re.MULTILINE)
+        letters = [axis.label for axis in tensor.axes]
+        if "G" not in letters:
+            assert [axis.split(":")[0] for axis in told[0].split(", ")] == letters, tensor.name
+        assert told[1] == tensor.dtype
+    for word in re.findall(r"\bpage_idx\b|\bsplits\b|\bLengthsK\b|\bKDescale\b", code):
+        assert word in text
+    example = text[text.index("## An example") :]
+    program = re.search(r"```tl\n(.*?)```", example, re.DOTALL)
+    assert program is not None
+    assert not check(parse(program[1]), H200).errors
+    assert "Window" in program[1] or "sigmoid" in program[1]  # another operator
+    assert ("PartO" in program[1]) == (spec.decode is not None)
+
+
+def by_model(server: Server, spec: AttentionSpec, folder: Path) -> Run:
+    model = connect("m", server.url, env={"OPENAI_API_KEY": ""})
+    authors = Authors(Transcript(folder / FOLDER), {"code": StageAuthor(model, "m", Budget(3))})
+    authors.begin(spec, H200)
+    return pipeline.generate(spec, H200, folder, Nobody(), authors, last="cpu")
+
+
+@pytest.mark.usefixtures("checked_here")
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "told"),
+    [
+        (
+            "packed",
+            "let kv_last = StartsK[batch_idx + 1]",
+            "let kv_last = kv_first + kv_len",
+            ("FW801", "queries and keys of the sequences, in order: "),
+        ),
+        (
+            "decode over pages in fp8",
+            "let kv_length = LengthsK[batch_idx]",
+            "let kv_length = kv_len",
+            ("FW605", "axis P of `K`", "FW203", "`LengthsK` is not used"),
+        ),
+    ],
+)
+def test_a_model_writes_it(
+    name: str,
+    right: str,
+    wrong: str,
+    told: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The author's program is accepted. One that ignores lengths is sent back, with the reason. The
+    record gives the same again."""
+    monkeypatch.setattr(toolchain, "has_nvcc", lambda: False)
+    spec = spec_of(name)
+    code = PackedOrder(spec, H200).code()
+    assert right in code
+    with serve([say(fenced(code.replace(right, wrong))), say(fenced(code))]) as server:
+        run = by_model(server, spec, tmp_path / "run")
+        assert len(server.requests) == 2
+    assert run.ok, run.failed
+    assert (tmp_path / "run" / "code.tl").read_text() == code
+    assert len(run.programs) == len(check(parse(code)).kernels)
+    for words in told:
+        assert words in server.requests[1].text
+    again = replay(tmp_path / "run", tmp_path / "again", Nobody(), last="cpu")
+    assert again.same, again
+    assert (tmp_path / "again" / "code.tl").read_text() == code
+
+
+@pytest.mark.parametrize(
+    "more", [("--translate", "m"), ("--sketch", "m"), ("--model", "m", "--improve", "2")]
+)
+def test_a_model_writes_the_tl_alone(more: tuple[str, ...]) -> None:
+    done = Outcome("generate", "gqa", *SMALL, "--packed", *more)
+    assert done.code == 2
+    told = "not for packed sequences, caches and decode: a model writes the TL (--params)"
+    assert told in " ".join(done.err.replace("\u2502", "").split())
+
+
+def test_the_command_asks_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "")
+    monkeypatch.setattr(toolchain, "has_nvcc", lambda: False)
+    options = ("--decode", "1", "--paged", "16", "--until", "code", "--out", str(tmp_path / "o"))
+    code = PackedOrder(
+        make_spec("gqa", heads=4, kv_heads=2, head_dim=64, dtype="bf16", decode=1, page=16), H200
+    ).code()
+    with serve([say(fenced(code))]) as server:
+        model = ("--model", "m", "--base-url", server.url)
+        done = Outcome("generate", "gqa", *SMALL, *options, *model)
+    assert done.code == 0, done.err
+    assert (tmp_path / "o" / "code.tl").read_text() == code

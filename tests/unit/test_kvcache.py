@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from flashwright import gpu as gpus
+from flashwright.author.builtin.splits import split_count
 from flashwright.author.builtin.variants import make_spec
 from flashwright.build.steps import Steps
 from flashwright.check.check import check
@@ -25,7 +26,7 @@ import flashwright  # noqa: E402
 from flashwright.flex import attention as flex  # noqa: E402
 from flashwright.flex.task import NoKernel  # noqa: E402
 from flashwright.serving import kernels, kvcache, tree  # noqa: E402
-from flashwright.serving.kvcache import flash_attn_with_kvcache, split_count  # noqa: E402
+from flashwright.serving.kvcache import flash_attn_with_kvcache  # noqa: E402
 from tests.share import some  # noqa: E402
 from tests.unit.emulated import needs_compilers  # noqa: E402
 from tests.unit.test_emulate_backward import launched as emulated  # noqa: E402

@@ -173,7 +173,7 @@ def test_nsa_is_the_sum_of_its_branches_in_seconds() -> None:
     times = {OURS: 1e-3, "naive torch": 3e-3}
     found = results_of(9, cells, times, ("naive torch", "FlexAttention"))
     totals = [row for row in rows(found) if row.kernel == NSA_TOTAL]
-    assert [row.length for row in totals] == [512, 1024, 2048, 4096, 8192, 16384]
+    assert [int(row.size) for row in totals] == [512, 1024, 2048, 4096, 8192, 16384]
     ours, naive, flex = totals[1].entries
     assert ours.value == pytest.approx(3 * 2e-3)
     assert (ours.paper, naive.paper) == (1.26, 1.68)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from importlib import resources
 
 from flashwright.gpu import Gpu
+from flashwright.lang.format import format_tree
+from flashwright.lang.parse import parse
+from flashwright.rewrite.sequenced import sequenced
 from flashwright.spec import AttentionSpec
 
 NAMES = {
@@ -42,6 +45,11 @@ class Example:
     def code(self) -> str:
         """Step 2."""
         return self.read("code.tl")
+
+    def of_sequences(self, spec: AttentionSpec) -> str:
+        """The code for sequences that lie as a spec says, with a kv head for each query head."""
+        alone = spec.model_copy(update={"heads": 1, "kv_heads": 1})
+        return format_tree(sequenced(parse(self.code), alone))
 
     def translated(self, *, hopper: bool) -> str:
         """The code that `kernel` is a translation of; Hopper's has the sizes of a real one."""

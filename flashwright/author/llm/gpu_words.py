@@ -31,12 +31,11 @@ def facts(gpu: Gpu, spec: AttentionSpec) -> str:
 
 def costs(gpu: Gpu, spec: AttentionSpec) -> str:
     """What a tiling takes of the GPU, as formulas with this operator's widths in them."""
-    size, d, dv = _BYTES[spec.input_dtype], spec.head_dim, spec.value_dim
+    size, dv = _BYTES[spec.input_dtype], spec.value_dim
     operand = "" if gpu.reshape_in_place else f" + {size} * BM * BN"
     rounded = "" if gpu.reshape_in_place else ", S rounded for the second GEMM"
     lines = [
-        f"shared bytes = {size} * (BM * {d} + Stages * BN * {d + dv}), "
-        f"at most {gpu.shared_per_block}",
+        f"shared bytes = {_shared(spec)}, at most {gpu.shared_per_block}",
         f"registers of a thread = (4 * BM * BN + 4 * BM * {dv}{operand} + 3 * 16 * BM) "
         f"/ (128 * Warps) + {gpu.register_overhead}, at most the limit above",
         f"    (S, O{rounded} and three vectors. A further tile adds bytes * rows * columns / "
@@ -49,6 +48,16 @@ def costs(gpu: Gpu, spec: AttentionSpec) -> str:
     return "\n".join(lines)
 
 
+def _shared(spec: AttentionSpec) -> str:
+    """The bytes of the tiles of Q, K and V."""
+    size, d = _BYTES[spec.input_dtype], spec.head_dim
+    columns = d if spec.latent else d + spec.value_dim
+    if spec.key_dtype == spec.input_dtype:
+        return f"{size} * (BM * {d} + Stages * BN * {columns})"
+    inputs = f"{_BYTES[spec.key_dtype]} * Stages * BN * {columns}"
+    return f"{size} * BM * {d} + {inputs} + {size} * BN * {columns} (converted)"
+
+
 def advice(gpu: Gpu, spec: AttentionSpec) -> str:
     """How sizes are chosen on such a GPU, one line each."""
     depth = 32 if spec.input_dtype == "e4m3" else 16
@@ -58,6 +67,12 @@ def advice(gpu: Gpu, spec: AttentionSpec) -> str:
         "larger BN has fewer steps, barriers and rescalings, and takes registers for S.",
         _schedule(gpu),
     ]
+    if spec.decode is not None:
+        least = "64, with Warps = 4" if gpu.wgmma else "16, with Warps = 1"
+        lines.append(
+            f"With the heads of a group as rows of one tile there are {spec.decode * spec.group} "
+            f"at most: take the smallest BM that has them. The least is {least}."
+        )
     return "\n".join(f"- {line}" for line in lines)
 
 

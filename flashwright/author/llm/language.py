@@ -18,6 +18,7 @@ _ASIDE = re.compile(r"\s\((?:FW\d{3}(?:, )?|\[[^\]]+\]\([^)#]+\))+\)")
 _LINK = re.compile(r"\[([^\]]+)\]\(#[\w-]+\)")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _RECIPE = re.compile(r"^(?=\*\*)", re.MULTILINE)
+_SEVERAL, _PARTS = "Several kernels", "Parts of a sum"
 _SENTENCE = re.compile(r"((?<=[.!?])\s+(?=[A-Z`])|\n(?=[-|#*\n]))")
 
 
@@ -48,6 +49,17 @@ def chosen(*names: str, recipes: frozenset[str] | None = None) -> str:
     return "\n\n".join(_plain(every[name]) for name in names or every)
 
 
+def of_code(spec: AttentionSpec, recipes: frozenset[str] | None) -> str:
+    """The sections for code. Most operators are one kernel; a backward pass has several, and so has
+    a decode whose keys are split."""
+    left_out = {_SEVERAL, _PARTS}
+    if spec.backward:
+        left_out = {_PARTS}
+    elif spec.decode is not None and not spec.unsplit:
+        left_out = set()
+    return chosen(*(name for name in sections() if name not in left_out), recipes=recipes)
+
+
 def recipes_for(spec: AttentionSpec) -> frozenset[str]:
     """The recipes that an operator needs of which the spec says all there is to say."""
     needed = {
@@ -59,6 +71,11 @@ def recipes_for(spec: AttentionSpec) -> frozenset[str]:
         "ALiBi": spec.alibi,
         "An attention sink": spec.sink,
         "Two parts": spec.value_dim != spec.head_dim,
+        "Packed sequences": spec.packed or (spec.batch is not None and spec.page is None),
+        "Pages": spec.page is not None,
+        "Grouped rows": spec.decode is not None and spec.group > 1,
+        "A cache in 8 bits": spec.kv_dtype is not None,
+        "A latent cache": spec.latent,
     }
     return frozenset(name for name, is_needed in needed.items() if is_needed)
 
@@ -75,5 +92,6 @@ def _usable(text: str) -> str:
 
 
 def _plain(text: str) -> str:
+    text = text.replace(" [in place] [strided]", "")  # of tensors that no prompt asks for
     text = _LINK.sub(r"\1", _ASIDE.sub("", _ERRORS.sub("", text)))
     return re.sub(r"^##(#?) ", r"###\1 ", without_commands(text)).strip()

@@ -70,32 +70,69 @@ def _given(spec: AttentionSpec, given: Given) -> list[Line]:
 
 
 def _tensors(spec: AttentionSpec) -> list[Line]:
-    given, d, dv = spec.input_dtype, spec.head_dim, spec.value_dim
+    d, dv = spec.head_dim, spec.value_dim
+    rows, keys, heads, last = "batch, heads, q_len", "batch, kv_heads, kv_len", "heads", ""
+    if spec.batch is not None:  # with the letters of axes, which are not always the usual ones
+        rows = "H: heads, L: q_tokens" if spec.packed else "B: batch, H: heads, L: q_len"
+        paged = f"P: pages, H: kv_heads, L: {spec.page}"
+        keys = paged if spec.page is not None else "H: kv_heads, L: kv_tokens"
+        heads, last = "H: heads", "D: "
     found: list[Line] = [
-        ("Q", f"batch, heads, q_len, {d}", given, "input, queries"),
-        ("K", f"batch, kv_heads, kv_len, {d}", given, "input, keys"),
+        ("Q", f"{rows}, {last}{d}", spec.input_dtype, "input, queries"),
+        ("K", f"{keys}, {last}{d}", spec.key_dtype, "input, keys"),
     ]
     if not spec.latent:
-        found.append(("V", f"batch, kv_heads, kv_len, {dv}", given, "input, values"))
+        found.append(("V", f"{keys}, {last}{dv}", spec.key_dtype, "input, values"))
+    found += _places(spec)
     if spec.alibi:
-        found.append(("Slopes", "heads", "fp32", "input, one slope for each query head"))
+        found.append(("Slopes", heads, "fp32", "input, one slope for each query head"))
     if spec.sink:
-        found.append(("Sink", "heads", "fp32", "input, one logit for each query head"))
+        found.append(("Sink", heads, "fp32", "input, one logit for each query head"))
     if spec.branch == "selected":
         shape = f"batch, kv_heads, q_len, {spec.top_k}"
         what = "input, numbers of the blocks of keys that a query reads; -1: none"
         found.append(("Idx", shape, "int32", what))
-    found.append(("O", f"batch, heads, q_len, {dv}", spec.output_dtype, "output"))
+    found.append(("O", f"{rows}, {last}{dv}", spec.output_dtype, "output"))
     if spec.lse:
-        found.append(("LSE", "batch, heads, q_len", "fp32", "output, natural log-sum-exp of a row"))
+        found.append(("LSE", rows, "fp32", "output, natural log-sum-exp of a row"))
+    return found
+
+
+def _places(spec: AttentionSpec) -> list[Line]:
+    """What says where sequences lie, and the scales of their keys."""
+    found: list[Line] = []
+    batch = spec.batch
+    if batch is None:
+        return found
+    starts = "input, where the {} of each sequence begin; the last number: where the last one's end"
+    if spec.packed:
+        found.append(("StartsQ", "B: batch + 1", "int32", starts.format("queries")))
+    if batch.page is not None:
+        what = "input, row b: the pages of sequence b, in the order of its keys"
+        found.append(("Table", "B: batch, T: max_pages", "int32", what))
+    elif batch.lengths:
+        what = "input, where the keys of each sequence begin, in any order"
+        found.append(("StartsK", "B: batch", "int32", what))
+    else:
+        found.append(("StartsK", "B: batch + 1", "int32", starts.format("keys")))
+    if batch.page is not None or batch.lengths:
+        found.append(("LengthsK", "B: batch", "int32", "input, how many keys each sequence has"))
+    if spec.kv_dtype is not None:
+        of = ["K"] if spec.latent else ["K", "V"]
+        what = "input, a factor of all numbers in {} of that sequence and head"
+        found += [(f"{n}Descale", "B: batch, H: kv_heads", "fp32", what.format(n)) for n in of]
     return found
 
 
 def formulas(spec: AttentionSpec) -> str:
     """From the inputs to the outputs, for one row of one head."""
+    of_key, of_value = (
+        f" * {name}[batch, kv_head]" if spec.kv_dtype is not None else ""
+        for name in ("KDescale", "VDescale")
+    )
     lines = [
         f"p = {_position(spec)}   (the position of query q_idx: the last query is the last token)",
-        f"s[k] = {spec.softmax_scale:.10g} * dot(Q[q_idx], K[k])   ({_scale(spec)})",
+        f"s[k] = {spec.softmax_scale:.10g} * dot(Q[q_idx], K[k]){of_key}   ({_scale(spec)})",
     ]
     if spec.softcap is not None:
         lines.append(f"s[k] = {spec.softcap:g} * tanh(s[k] / {spec.softcap:g})")
@@ -104,10 +141,15 @@ def formulas(spec: AttentionSpec) -> str:
     lines.append(f"s[k] = -inf unless {visible(spec)}")
     total = "sum over k of exp(s[k])"
     lines.append(f"Z = {total} + exp(Sink[head])" if spec.sink else f"Z = {total}")
-    lines.append("O[q_idx] = (sum over k of exp(s[k]) * V[k]) / Z")
+    lines.append(f"O[q_idx] = (sum over k of exp(s[k]) * V[k]) / Z{of_value}")
+    if spec.latent:
+        lines.append(f"where V[k] is the first {spec.value_dim} numbers of K[k]")
     if spec.lse:
         lines.append("LSE[q_idx] = log(Z)")
-    return "\n".join(lines)
+    text = "\n".join(lines)
+    if spec.batch is not None:
+        text = text.replace("kv_len", "kv_length")
+    return text.replace("q_len", "q_length") if spec.packed else text
 
 
 def gradient_formulas(spec: AttentionSpec) -> str:
@@ -142,12 +184,12 @@ def inputs(spec: AttentionSpec) -> list[str]:
 
 def notes(spec: AttentionSpec, *, custom: bool = False, given: Given | None = None) -> str:
     """What the formulas leave open, one line each; `custom`: what holds of any operator."""
-    lines = [
+    lengths = [
         "batch, q_len and kv_len are any numbers, known only when the kernel is called: the last "
         "tile of queries or keys is mostly not full, and q_len and kv_len may differ either way. "
-        "Keys past kv_len must have no weight; queries past q_len are not stored.",
-        _heads(spec),
+        "Keys past kv_len must have no weight; queries past q_len are not stored."
     ]
+    lines = [*(lengths if spec.batch is None else _of_sequences(spec)), _heads(spec)]
     if custom:
         lines += _judged(spec, given) if given is not None else []
         return "\n".join(f"- {line}" for line in lines)
@@ -167,6 +209,51 @@ def notes(spec: AttentionSpec, *, custom: bool = False, given: Given | None = No
             "after the softmax (not Ssum), and O by 1/256 at the end."
         )
     return "\n".join(f"- {line}" for line in lines)
+
+
+def _of_sequences(spec: AttentionSpec) -> list[str]:
+    """Where the rows of a sequence are, and what lies around them."""
+    batch = spec.batch
+    assert batch is not None
+    queries = "q_length = StartsQ[b + 1] - StartsQ[b] queries" if spec.packed else "q_len queries"
+    known = batch.page is not None or batch.lengths
+    keys = "LengthsK[b]" if known else "StartsK[b + 1] - StartsK[b]"
+    if batch.page is not None:
+        place = f"row k % {batch.page} of page Table[b, floor(k / {batch.page})]"
+        around = "The rest of a sequence's last page, and pages of no sequence, are NaN, and the "
+        around += "table has nonsense behind a sequence's pages"
+    else:
+        place = "row StartsK[b] + k"
+        around = "Rows of K and V that no sequence has are NaN"
+    what = "K" if spec.latent else "K and V"
+    lines = [
+        f"Sequence b of the batch (`batch_idx`) has {queries} and kv_length = {keys} keys. The "
+        "numbers are known only when the kernel is called and differ from sequence to sequence; "
+        "there may be no keys, and more queries than keys. q_idx and k count from 0 in the "
+        "sequence.",
+        f"Key k is {place} of {what}. {around}: nothing of it may reach a result, not even times "
+        "0. The range of a Copy reads such rows as 0; a Mask then hides them.",
+    ]
+    if spec.packed:
+        lines.append(
+            "Query q_idx is row StartsQ[b] + q_idx of Q, O and LSE. Rows of O and LSE that no "
+            "sequence has must stay as they are. q_len is the number of queries of the longest "
+            "sequence: the grid has blocks for it, and those past the end of theirs store nothing."
+        )
+    else:
+        few = f", at most {spec.decode}" if spec.decode is not None else ""
+        lines.append(f"All sequences have the same number of queries, q_len{few}.")
+    if spec.decode is not None and not spec.unsplit:
+        lines.append(
+            "The caller gives the dim `splits` by name: over how many thread blocks the keys of a "
+            "sequence are shared, so that few sequences keep all SMs busy. It may be more than a "
+            "sequence has tiles: parts without a key count nothing."
+        )
+    names = {"q_tokens": spec.packed, "kv_tokens": batch.page is None}
+    names |= dict.fromkeys(("pages", "max_pages"), batch.page is not None)
+    sizes = ", ".join(name for name, there in names.items() if there)
+    lines.append(f"Declare the sizes that only your tensors have: `dim {sizes}`.")
+    return lines
 
 
 def _judged(spec: AttentionSpec, given: Given) -> list[str]:
@@ -219,9 +306,16 @@ def _scale(spec: AttentionSpec) -> str:
 def _heads(spec: AttentionSpec) -> str:
     if spec.kv_heads == spec.heads:
         return "Every query head has a K and a V head of its own: kv_heads = heads."
+    shared = "Query heads share K and V heads in equal groups: query head h reads K and V head "
+    shared += "floor(h * kv_heads / heads). "
+    if spec.decode is not None:
+        return (
+            f"{shared}There are always {spec.group} query heads for each kv head, so `param Group "
+            f"= {spec.group}` may be in the program; kv_heads is known only when the kernel is "
+            "called."
+        )
     return (
-        "Query heads share K and V heads in equal groups: query head h reads K and V head "
-        f"floor(h * kv_heads / heads). Typically heads = {spec.heads}, kv_heads = {spec.kv_heads}; "
+        f"{shared}Typically heads = {spec.heads}, kv_heads = {spec.kv_heads}; "
         "both are known only when the kernel is called."
     )
 

@@ -41,6 +41,7 @@ _ANSWERS = {
     "cuda": "Your answer is CUDA C++, in one block fenced with ```cuda and ```.",
     "python": "Your answer is Python, in one block fenced with ```python and ```.",
 }
+_LETTERS = " (a letter before a size names its axis; `q_idx` and `kv_idx` count along L)"
 _WHOLE = 130  # lines of a program that are listed whole in a repair
 _AROUND = 6  # lines listed around each that a finding names, in a longer one
 _EARLIER = 6  # attempts, or rounds, that are told of besides the last one
@@ -194,16 +195,21 @@ def _values(stage: Stage, facts: Facts) -> dict[str, Any]:
         values |= {
             "example_title": shown.title,
             "example_sketch": shown.sketch,
-            "example_code": shown.code,
-            "sketch": facts.sketch,
+            "example_code": shown.of_sequences(spec) if spec.batch is not None else shown.code,
+            "sketch": facts.sketch if spec.batch is None else "",
+            "sequences": spec.batch is not None,
+            "splits": spec.decode is not None and not spec.unsplit,
             "head_dim": spec.head_dim,
             "v_dim": spec.value_dim,
         }
     if stage in ("sketch", "code", "improve"):
-        names = _SKETCH_SECTIONS if stage == "sketch" else ()
         told = facts.description or facts.reference or spec.branch
         recipes = None if told else language.recipes_for(spec)
-        values["language"] = language.chosen(*names, recipes=recipes)
+        values["language"] = (
+            language.chosen(*_SKETCH_SECTIONS, recipes=recipes)
+            if stage == "sketch"
+            else language.of_code(spec, recipes)
+        )
     if stage in ("code", "improve"):
         values |= {"costs": gpu_words.costs(gpu, spec), "advice": gpu_words.advice(gpu, spec)}
     if stage in ("translate", "improve", "direct"):
@@ -226,7 +232,7 @@ def _gradient_values(facts: Facts) -> dict[str, Any]:
         "deterministic": exact if facts.spec.repeatable else loose,
         "gpu_title": facts.gpu.title,
         "gpu": gpu_words.facts(facts.gpu, spec),
-        "language": language.chosen(recipes=None if told else language.recipes_for(spec)),
+        "language": language.of_code(facts.spec, None if told else language.recipes_for(spec)),
         "forward": facts.forward,
         "derived": facts.sketch,
     }
@@ -267,13 +273,17 @@ def _device(stage: Stage, facts: Facts) -> dict[str, Any]:
 def operator(facts: Facts) -> str:
     """The operator in words, with what the user said of it between marks."""
     spec = facts.spec
+    lettered = spec.batch is not None or (
+        facts.given is not None and any(":" in line[1] for line in facts.given.drawn)
+    )
     return _render(
         "operator.md",
         description=operator_words.quoted(facts.description) if facts.description else "",
         reference=operator_words.quoted(facts.reference) if facts.reference else "",
         words=spec.in_words[:1].upper() + spec.in_words[1:],
         tensors=operator_words.tensors(spec, facts.given),
-        lettered=any(":" in line[1] for line in (facts.given.drawn if facts.given else ())),
+        letters=_LETTERS if lettered else "",
+        sequences=spec.batch is not None,
         formulas=operator_words.formulas(spec),
         notes=operator_words.notes(spec, custom=bool(facts.reference), given=facts.given),
     ).strip()

@@ -259,7 +259,7 @@ def _judged(
     if not checked.kernels or _errors(checked.diagnostics):
         return None, None, checked.diagnostics or (_NO_CODE,)
     kernels = Kernels(checked.kernels)
-    if len(kernels.programs) > 1 and not spec.backward:
+    if len(kernels.programs) > 1 and not spec.backward and spec.decode is None:
         return None, None, (_ONE_KERNEL,)
     try:
         verdict = cpu.judge(kernels, spec, base=base)

@@ -8,6 +8,7 @@ from typing import Any
 from flashwright.sandbox.candidate import Unable
 from flashwright.spec import AttentionSpec
 
+SEQUENCES = "sequences of any lengths"
 _FEATURES: Mapping[str, Callable[[AttentionSpec], object]] = {
     "fp8": lambda spec: spec.dtype == "fp8",
     "windows": lambda spec: spec.window is not None,
@@ -18,6 +19,9 @@ _FEATURES: Mapping[str, Callable[[AttentionSpec], object]] = {
     "compressed keys": lambda spec: spec.branch == "compressed",
     "selected blocks of keys": lambda spec: spec.branch == "selected",
     "V of another width than K": lambda spec: spec.value_dim != spec.head_dim,
+    SEQUENCES: lambda spec: spec.batch is not None,
+    "caches in 8 bits with scales": lambda spec: spec.kv_dtype is not None,
+    "latent caches": lambda spec: spec.latent,
     "a reference of its own": lambda spec: spec.reference is not None,
 }
 

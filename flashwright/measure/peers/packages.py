@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flashwright.measure.peers import sequences
 from flashwright.measure.peers.features import need, package, window_of
 from flashwright.sandbox.candidate import Unable
 from flashwright.spec import AttentionSpec
 
-WORKSPACE = 256 << 20  # bytes; FlashInfer's documentation asks for 128 MB
-
 
 def flash_attention_3(spec: AttentionSpec) -> Callable[..., Any]:
     """FlashAttention-3 (its Hopper kernels): the package flash_attn_interface."""
+    if spec.batch is not None:
+        return sequences.flash_attention_3(spec)
     need(spec, "fp8", "windows", "softcap", "V of another width than K")
     library = package("flash_attn_interface")
     return _swapped(
@@ -56,6 +57,8 @@ def _swapped(function: Callable[..., Any], **settings: Any) -> Callable[..., Any
 
 def flash_infer(spec: AttentionSpec) -> Callable[..., Any]:
     """FlashInfer's prefill over ragged (concatenated) sequences."""
+    if spec.batch is not None:
+        return sequences.flash_infer(spec)
     need(spec, "windows", "softcap", "V of another width than K")
     if spec.window is not None and not spec.causal:
         raise Unable("its windows are always causal")
@@ -67,7 +70,7 @@ class _FlashInfer:
         import torch
 
         self.spec, self.torch = spec, torch
-        space = torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda")
+        space = torch.empty(sequences.WORKSPACE, dtype=torch.uint8, device="cuda")
         self.wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(space, "NHD")
         self.planned: tuple[int, ...] = ()
 
