@@ -93,7 +93,7 @@ class AttentionSpec(BaseModel):
     """V is the first v_dim columns of K, as in MLA's latent cache: there is no tensor V."""
     dtype: Literal["fp16", "bf16", "fp8"] = "fp16"
     """The type of Q, K, V and O; fp8 means e4m3 inputs and a bf16 output."""
-    kv_dtype: Literal["fp8"] | None = None
+    kv_dtype: Literal["fp8", "int8"] | None = None
     """The type of K and V if they have another one than Q, as in a cache; fp8 means e4m3. They are
     multiplied by inputs `KDescale` and `VDescale` (batch, kv_heads) fp32. None: dtype."""
     causal: bool = False
@@ -170,9 +170,11 @@ class AttentionSpec(BaseModel):
         return "e4m3" if self.dtype == "fp8" else self.dtype
 
     @property
-    def key_dtype(self) -> Literal["fp16", "bf16", "e4m3"]:
+    def key_dtype(self) -> Literal["fp16", "bf16", "e4m3", "int8"]:
         """The element type of K and V."""
-        return self.input_dtype if self.kv_dtype is None else "e4m3"
+        if self.kv_dtype is None:
+            return self.input_dtype
+        return "e4m3" if self.kv_dtype == "fp8" else self.kv_dtype
 
     @property
     def output_dtype(self) -> Literal["fp16", "bf16"]:
@@ -486,9 +488,9 @@ class AttentionSpec(BaseModel):
 
     def _check_kv_dtype(self) -> None:
         if self.dtype == "fp8":
-            raise _wrong("dtype fp8 is K's and V's already: leave it out", "kv_dtype")
+            raise _wrong('goes with a Q of 16 bits: set dtype = "bf16" or "fp16"', "kv_dtype")
         if self.backward:
-            raise _wrong("gradients have no fp8: leave it out", "kv_dtype")
+            raise _wrong("gradients have K and V in dtype: leave it out", "kv_dtype")
         if self.branch is not None:
             raise _wrong(f"branch '{self.branch}' has K and V in dtype: leave it out", "kv_dtype")
 

@@ -204,6 +204,7 @@ def test_the_language_is_that_of_the_documentation() -> None:
         "A whole program",  # the answer to half of the questions
         "Two levels: sketch and code",
         "Several kernels",  # a model is asked for one
+        "Element types",  # those that a model needs are under Allocate
         "Checking and running",
         "What the checker looks for",
     }

@@ -7,7 +7,7 @@ from functools import cache
 
 from flashwright.gpu import Gpu
 
-ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
+ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
 
 # Hopper has no mma.sync for fp8: ptxas converts the operands to f16, twice as large, beside the
 # slices of operands that a thread holds already (see Gpu.registers).
