@@ -95,7 +95,8 @@ class AttentionSpec(BaseModel):
     """The type of Q, K, V and O; fp8 means e4m3 inputs and a bf16 output."""
     kv_dtype: Literal["fp8", "int8"] | None = None
     """The type of K and V if they have another one than Q, as in a cache; fp8 means e4m3. They are
-    multiplied by inputs `KDescale` and `VDescale` (batch, kv_heads) fp32. None: dtype."""
+    multiplied by inputs `KDescale` and `VDescale` (batch, kv_heads) fp32, with `latent` by the
+    first alone. None: dtype."""
     causal: bool = False
     """Query q_idx sees key kv_idx when kv_idx <= q_idx + kv_len - q_len."""
     window: int | None = None
@@ -175,6 +176,13 @@ class AttentionSpec(BaseModel):
         if self.kv_dtype is None:
             return self.input_dtype
         return "e4m3" if self.kv_dtype == "fp8" else self.kv_dtype
+
+    @property
+    def scales(self) -> dict[str, str]:
+        """The inputs that K and V are multiplied by, if they have a type of their own."""
+        if self.kv_dtype is None:
+            return {}
+        return {"K": "KDescale"} if self.latent else {"K": "KDescale", "V": "VDescale"}
 
     @property
     def output_dtype(self) -> Literal["fp16", "bf16"]:
@@ -479,8 +487,7 @@ class AttentionSpec(BaseModel):
         for wrong, why in (
             (self.backward, "gradients have a V of their own"),
             (self.branch is not None, "native sparse attention has a V of its own"),
-            (self.dtype == "fp8", "V is K's first columns in 16 bits alone"),
-            (self.kv_dtype is not None, "V is K's first columns in 16 bits alone"),
+            (self.dtype == "fp8", "V is the first columns of K beside a 16-bit Q"),
             (self.window is not None, "MLA has no window"),
         ):
             if wrong:

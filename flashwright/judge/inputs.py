@@ -135,15 +135,13 @@ def make_inputs(
         inputs["Slopes"] = (2.0 ** (-8 * np.arange(1, heads + 1) / heads)).astype(np.float32)
     if spec.sink:
         inputs["Sink"] = _sinks(spec, inputs, _stream(seed, "Sink"))
-    if spec.kv_dtype is not None:  # 1 where the kind is about the size of weights
-        exponent = 0.0 if kind in _ARRANGED else 1.0
-        for name in ("KDescale", "VDescale"):
-            drawn = _stream(seed, name).uniform(-exponent, exponent, (batch, kv_heads))
-            inputs[name] = (2.0**drawn).astype(np.float32)
-    if spec.key_dtype == "int8":  # when all is arranged
-        for name in "KV":
-            inputs[name], scales = quantized(inputs[name])
-            inputs[f"{name}Descale"] *= scales
+    exponent = 0.0 if kind in _ARRANGED else 1.0  # 1 where the kind is about the size of weights
+    for name, factors in spec.scales.items():
+        drawn = _stream(seed, factors).uniform(-exponent, exponent, (batch, kv_heads))
+        inputs[factors] = (2.0**drawn).astype(np.float32)
+        if spec.key_dtype == "int8":  # when all is arranged
+            inputs[name], found = quantized(inputs[name])
+            inputs[factors] *= found
     if kind == "spectrum":
         _neutralise_bias(inputs, spec.input_dtype)
     if spec.backward:
