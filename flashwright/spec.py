@@ -93,9 +93,10 @@ class AttentionSpec(BaseModel):
     """V is the first v_dim columns of K, as in MLA's latent cache: there is no tensor V."""
     dtype: Literal["fp16", "bf16", "fp8"] = "fp16"
     """The type of Q, K, V and O; fp8 means e4m3 inputs and a bf16 output."""
-    kv_dtype: Literal["fp8"] | None = None
+    kv_dtype: Literal["fp8", "int8"] | None = None
     """The type of K and V if they have another one than Q, as in a cache; fp8 means e4m3. They are
-    multiplied by inputs `KDescale` and `VDescale` (batch, kv_heads) fp32. None: dtype."""
+    multiplied by inputs `KDescale` and `VDescale` (batch, kv_heads) fp32, with `latent` by the
+    first alone. None: dtype."""
     causal: bool = False
     """Query q_idx sees key kv_idx when kv_idx <= q_idx + kv_len - q_len."""
     window: int | None = None
@@ -170,9 +171,18 @@ class AttentionSpec(BaseModel):
         return "e4m3" if self.dtype == "fp8" else self.dtype
 
     @property
-    def key_dtype(self) -> Literal["fp16", "bf16", "e4m3"]:
+    def key_dtype(self) -> Literal["fp16", "bf16", "e4m3", "int8"]:
         """The element type of K and V."""
-        return self.input_dtype if self.kv_dtype is None else "e4m3"
+        if self.kv_dtype is None:
+            return self.input_dtype
+        return "e4m3" if self.kv_dtype == "fp8" else self.kv_dtype
+
+    @property
+    def scales(self) -> dict[str, str]:
+        """The inputs that K and V are multiplied by, if they have a type of their own."""
+        if self.kv_dtype is None:
+            return {}
+        return {"K": "KDescale"} if self.latent else {"K": "KDescale", "V": "VDescale"}
 
     @property
     def output_dtype(self) -> Literal["fp16", "bf16"]:
@@ -478,8 +488,7 @@ class AttentionSpec(BaseModel):
         for wrong, why in (
             (self.backward, "gradients have a V of their own"),
             (self.branch is not None, "native sparse attention has a V of its own"),
-            (self.dtype == "fp8", "V is K's first columns in 16 bits alone"),
-            (self.kv_dtype is not None, "V is K's first columns in 16 bits alone"),
+            (self.dtype == "fp8", "V is the first columns of K beside a 16-bit Q"),
             (self.window is not None, "MLA has no window"),
         ):
             if wrong:
@@ -487,9 +496,9 @@ class AttentionSpec(BaseModel):
 
     def _check_kv_dtype(self) -> None:
         if self.dtype == "fp8":
-            raise _wrong("dtype fp8 is K's and V's already: leave it out", "kv_dtype")
+            raise _wrong('goes with a Q of 16 bits: set dtype = "bf16" or "fp16"', "kv_dtype")
         if self.backward:
-            raise _wrong("gradients have no fp8: leave it out", "kv_dtype")
+            raise _wrong("gradients have K and V in dtype: leave it out", "kv_dtype")
         if self.branch is not None:
             raise _wrong(f"branch '{self.branch}' has K and V in dtype: leave it out", "kv_dtype")
 

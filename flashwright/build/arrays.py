@@ -16,6 +16,7 @@ NAMES = {  # the frameworks' names of our element types
     "bf16": "bfloat16",
     "fp32": "float32",
     "int32": "int32",
+    "int8": "int8",
     "e4m3": "float8_e4m3fn",
     "e5m2": "float8_e5m2",
 }

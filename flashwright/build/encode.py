@@ -12,11 +12,12 @@ from flashwright.build.plan_rules import DTYPES, LAYOUTS, SWIZZLES, caller_order
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import OPERATORS, LaunchPlan, PlanTensor, Postfix
 
-MAP_TYPES = {  # CUtensorMapDataType; it has no 8-bit floats, and zeros are zeros
+MAP_TYPES = {  # CUtensorMapDataType; bytes are UINT8, and zeros are zeros
     "fp16": 6,
     "bf16": 9,
     "fp32": 7,
     "int32": 3,
+    "int8": 0,
     "e4m3": 0,
     "e5m2": 0,
 }

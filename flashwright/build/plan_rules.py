@@ -28,6 +28,7 @@ DTYPES = {  # DLPack's code and the bits
     "bf16": (4, 16),
     "fp32": (2, 32),
     "int32": (0, 32),
+    "int8": (0, 8),
     "e4m3": (10, 8),
     "e5m2": (12, 8),
 }

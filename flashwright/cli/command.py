@@ -311,3 +311,4 @@ class KeyDtype(StrEnum):
     """Element types that K and V may have beside a Q of 16 bits."""
 
     FP8 = "fp8"
+    INT8 = "int8"

@@ -31,6 +31,8 @@ Dims = Mapping[str, int]
 
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 """The spec's name of a type, by the name that PyTorch and JAX have for it."""
+KEY_DTYPES = {"float8_e4m3fn": "fp8", "int8": "int8"}
+"""The same of the types that keys and values may have beside 16-bit queries."""
 ROWS = 16
 """Rows of a head that the check of a first output compares."""
 LIMIT = {"fp16": 2.0**-8, "bf16": 2.0**-5, "fp8": 2.0**-2}
@@ -207,7 +209,7 @@ def check_types(query: Any, key: Any, value: Any, kv_dtype: str | None = None) -
     for name, tensor in (("key", key), ("value", value)):
         if kv_dtype is None and tensor.dtype != query.dtype:
             raise ValueError(f"{name} is {tensor.dtype} and query {query.dtype}: make them alike")
-        if kv_dtype is not None and DTYPES.get(str(tensor.dtype).split(".")[-1]) != kv_dtype:
+        if kv_dtype is not None and KEY_DTYPES.get(str(tensor.dtype).split(".")[-1]) != kv_dtype:
             raise ValueError(f"{name} is {tensor.dtype}, and not {kv_dtype} as the other one")
 
 

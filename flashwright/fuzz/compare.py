@@ -19,6 +19,7 @@ _UNIT = {
     "e4m3": 2.0**-3,
     "e5m2": 2.0**-2,
     "int32": 0.0,
+    "int8": 0.0,
 }
 _LEAST = 1e-6
 
@@ -34,9 +35,8 @@ def difference(found: Array, expected: Array, moved: Sequence[Array], dtype: str
         noise = np.where(steady, noise, 0.0)
         # A row's weights are rounded together: one element may not have moved by chance.
         row = noise.max(axis=-1, keepdims=True) if noise.ndim and noise.size else noise
-        limit = (
-            FACTOR * row + 1.01 * _UNIT[dtype] * np.abs(want) + (1 if dtype == "int32" else _LEAST)
-        )
+        least = _LEAST if _UNIT[dtype] else 1  # of whole numbers
+        limit = FACTOR * row + 1.01 * _UNIT[dtype] * np.abs(want) + least
         same = (got == want) | (np.isnan(got) & np.isnan(want))
         bad = ~same & ~(np.abs(got - want) <= limit)
         bad &= steady | (np.isnan(got) != np.isnan(want))

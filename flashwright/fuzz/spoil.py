@@ -85,7 +85,7 @@ def spoil(c: Choices, text: str) -> tuple[str, str]:
     elif how == "rename":  # what is copied here goes by a name that nothing else uses
         lines[at] = f"{line} and get {c.pick(['K1', 'Z', 'S', 'O'])}" if "Copy" in line else line
     elif how == "type":
-        kinds = ("fp16", "bf16", "fp32", "e4m3", "e5m2", "int32")
+        kinds = ("fp16", "bf16", "fp32", "e4m3", "e5m2", "int32", "int8")
         lines[at] = _replaced(c, line, r"\b(fp16|bf16|fp32|e4m3|int32)\b", kinds)
     return "\n".join(lines) + "\n", how
 

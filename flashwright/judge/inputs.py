@@ -42,10 +42,11 @@ KINDS = (
 _ELEMENTWISE = ("normal", "scaled", "shifted", "opposed", "peaked", "outliers", "alike")
 """Kinds that are drawn for each tensor in the same way."""
 _MOST = {"fp16": 65504.0, "bf16": 3.3895e38, "e4m3": 448.0, "e5m2": 57344.0, "fp32": 3.4e38}
+_MOST["int8"] = _MOST["fp32"]  # which is scaled
 _SCALE, _SHIFT, _PEAK, _OUTLIER, _ALIKE = 0.05, 3.0, 3.0, 32.0, 0.9
 _TAIL = {"bf16": 14.0, "fp32": 14.0, "fp16": 6.0}
 """The distance of the first key's score from the others. fp16 has no smaller normal weights."""
-_SPECTRUM = {"bf16": 40.0, "fp16": 13.5, "e4m3": 6.0}
+_SPECTRUM = {"bf16": 40.0, "fp16": 13.5, "e4m3": 6.0, "int8": 6.0}
 """The smallest weight, as a power of 1/2. The narrower types have no smaller normal numbers."""
 _JITTER = 0.035
 """Standard deviation of a weight's logarithm from row to row: many roundings of one exponent."""
@@ -55,7 +56,7 @@ _CANCELLED = 64.0
 """The terms that cancel in a score. A sum in fp16 is then off by up to 1/64, in fp32 by 2^-18."""
 # The scale of V: the largest of millions of elements stays finite, and so does an fp32 sum of
 # thousands. An fp16 sum overflows.
-_LARGE = {"fp16": 8e3, "bf16": 1e30, "e4m3": 64.0, "e5m2": 8e3, "fp32": 1e30}
+_LARGE = {"fp16": 8e3, "bf16": 1e30, "e4m3": 64.0, "e5m2": 8e3, "fp32": 1e30, "int8": 64.0}
 
 
 FLAT, ONE_HOT = 0.5, 3.0
@@ -114,16 +115,13 @@ def make_inputs(
     factor = factor_of(spread, spec.key_dtype)
     if kind == "spectrum":
         factor = math.sqrt(_JITTER / spread)
-    inputs = {
-        name: random_tensor(
-            shape,
-            spec.input_dtype if name == "Q" else spec.key_dtype,
-            _stream(seed, name),
-            kind if name == "V" and kind in ("one_hot_v", "large") else plain,
-            1.0 if name == "V" else factor,
-        )
-        for name, shape in shapes.items()
-    }
+    inputs: dict[str, Array] = {}
+    for name, shape in shapes.items():
+        dtype = spec.input_dtype if name == "Q" else spec.key_dtype
+        own = kind if name == "V" and kind in ("one_hot_v", "large") else plain
+        stream, scaled = _stream(seed, name), 1.0 if name == "V" else factor
+        drawn = _in_range(shape, dtype, stream, own, scaled)
+        inputs[name] = drawn if dtype == "int8" else drawn.astype(DTYPES[dtype])
     if spec.latent:  # a view, until all is arranged
         inputs["V"] = spec.values(inputs)
     if kind == "repeated" and kv_len:
@@ -137,11 +135,13 @@ def make_inputs(
         inputs["Slopes"] = (2.0 ** (-8 * np.arange(1, heads + 1) / heads)).astype(np.float32)
     if spec.sink:
         inputs["Sink"] = _sinks(spec, inputs, _stream(seed, "Sink"))
-    if spec.kv_dtype is not None:  # 1 where the kind is about the size of weights
-        exponent = 0.0 if kind in _ARRANGED else 1.0
-        for name in ("KDescale", "VDescale"):
-            drawn = _stream(seed, name).uniform(-exponent, exponent, (batch, kv_heads))
-            inputs[name] = (2.0**drawn).astype(np.float32)
+    exponent = 0.0 if kind in _ARRANGED else 1.0  # 1 where the kind is about the size of weights
+    for name, factors in spec.scales.items():
+        drawn = _stream(seed, factors).uniform(-exponent, exponent, (batch, kv_heads))
+        inputs[factors] = (2.0**drawn).astype(np.float32)
+        if spec.key_dtype == "int8":  # when all is arranged
+            inputs[name], found = quantized(inputs[name])
+            inputs[factors] *= found
     if kind == "spectrum":
         _neutralise_bias(inputs, spec.input_dtype)
     if spec.backward:
@@ -245,7 +245,7 @@ def random_tensor(
 ) -> Array:
     """One tensor of a custom program times a factor, rounded to the dtype and within its range.
 
-    int32 gives indices below the last axis's size, as in a block table.
+    int32 gives indices below the last axis's size, as in a block table; int8 the whole range.
     """
     if dtype not in DTYPES:
         raise ValueError(f"no such dtype: {dtype}; there are {', '.join(DTYPES)}")
@@ -253,10 +253,28 @@ def random_tensor(
         raise ValueError(f"no such kind of inputs: {kind}; there are {', '.join(KINDS)}")
     if dtype == "int32":
         return rng.integers(0, max(1, shape[-1] if shape else 1), shape, dtype=np.int32)
-    most = _MOST[dtype]
-    drawn = _draw(shape, rng, kind) * np.float32(_LARGE[dtype] if kind == "large" else factor)
-    exact: Array = np.clip(drawn, -most, most).astype(DTYPES[dtype])
-    return exact
+    drawn = _in_range(shape, dtype, rng, kind, factor)
+    return quantized(drawn)[0] if dtype == "int8" else drawn.astype(DTYPES[dtype])
+
+
+def _in_range(
+    shape: tuple[int, ...], dtype: str, rng: np.random.Generator, kind: str, factor: float
+) -> Array:
+    """The same before it is rounded."""
+    drawn: Array = _draw(shape, rng, kind) * np.float32(
+        _LARGE[dtype] if kind == "large" else factor
+    )
+    return np.asarray(np.clip(drawn, -_MOST[dtype], _MOST[dtype]))
+
+
+def quantized(array: Array) -> tuple[Array, Array]:
+    """Numbers of int8, and by how much those of a matrix have to be multiplied."""
+    last = tuple(range(max(0, array.ndim - 2), array.ndim))
+    size = np.abs(array).max(axis=last, keepdims=True, initial=0)
+    scales = np.where(size > 0, size / 127, 1).astype(np.float32)
+    numbers = np.rint(array / scales)
+    numbers = np.where(numbers < -126, -128, numbers)  # the least one is there as well
+    return numbers.astype(np.int8), scales.squeeze(last)
 
 
 def _draw(shape: tuple[int, ...], rng: np.random.Generator, kind: str) -> NDArray[np.float32]:

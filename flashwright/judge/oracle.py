@@ -121,7 +121,8 @@ def attention(
     spread = np.zeros_like(out) if noise else None
     lse = np.full((batch, heads, q_len), -np.inf)
     for b, h in itertools.product(range(batch), range(heads)):
-        v = _head({**inputs, "V": spec.values(inputs)}, "V", b, h, heads)
+        keys = "K" if spec.latent else "V"
+        v = _head(inputs, keys, b, h, heads)[:, : spec.value_dim]
         sink = float(inputs["Sink"][h]) if spec.sink else -np.inf
         for rows, s in _score_rows(spec, inputs, dims or {}, b, h):
             top = np.maximum(s.max(axis=1, initial=-np.inf), sink)
@@ -204,8 +205,7 @@ def _check_sizes(spec: AttentionSpec, inputs: Inputs, dims: Dims) -> tuple[int, 
         wanted["Slopes"] = (heads,)
     if spec.sink:
         wanted["Sink"] = (heads,)
-    if spec.kv_dtype is not None:
-        wanted |= dict.fromkeys(("KDescale", "VDescale"), (batch, kv_heads))
+    wanted |= dict.fromkeys(spec.scales.values(), (batch, kv_heads))
     if spec.branch == "selected":
         wanted["Idx"] = (batch, kv_heads, q_len, spec.top_k)
     for name, shape in wanted.items():

@@ -42,9 +42,10 @@ def attention(
     for b, h in itertools.product(range(batch), range(heads)):
         g = h * kv_heads // heads
         keys, values = (fp64(lib, x[b, g]) for x in (k, v))
-        if spec.kv_dtype is not None:
-            keys = keys * fp64(lib, inputs["KDescale"][b, g])
-            values = values * fp64(lib, inputs["VDescale"][b, g])
+        if spec.scales:
+            of_keys, of_values = (spec.scales[name] for name in ("K", "K" if spec.latent else "V"))
+            keys = keys * fp64(lib, inputs[of_keys][b, g])
+            values = values * fp64(lib, inputs[of_values][b, g])
         for start in range(0, q_len, _ROWS):
             rows = slice(start, min(start + _ROWS, q_len))
             p = positions(lib, spec, inputs, dims, rows)

@@ -102,6 +102,8 @@ def _changed(
     for name in names:
         row = changed[name][at].astype(np.float64)
         moved = row + PUSH if name == "V" else -row
+        if changed[name].dtype == np.int8:  # V goes to the other end
+            moved = np.where(row > 0, -127, 127) if name == "V" else np.minimum(moved, 127)
         changed[name][at] = moved.astype(changed[name].dtype)
     return changed
 

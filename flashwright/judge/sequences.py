@@ -81,13 +81,18 @@ def laid(spec: AttentionSpec, made: Inputs, pairs: Sequence[Pair], seed: int) ->
     if batch.lengths:
         return found | _in_cache(made, keys, rng)
     for name in _held(made):
-        found[name], found["StartsK"] = _behind(made[name], keys, np.nan)
+        found[name], found["StartsK"] = _behind(made[name], keys, _poison(made[name].dtype))
     return found
 
 
 def _held(tensors: Inputs) -> list[str]:
     """The tensors that have a row for each key."""
     return [name for name in "KV" if name in tensors]
+
+
+def _poison(dtype: np.dtype[Any]) -> Any:
+    """What no kernel may see of a type: NaN, or its greatest number."""
+    return np.array(np.iinfo(dtype).max if dtype.kind == "i" else np.nan, dtype)[()]
 
 
 def _behind(array: Array, counts: Sequence[int], spare: float) -> tuple[Array, Array]:
@@ -108,7 +113,7 @@ def _in_cache(made: Inputs, counts: Sequence[int], rng: np.random.Generator) -> 
     for name in _held(made):
         _, heads, _, width = made[name].shape
         shape = (heads, (len(counts) + 1) * step, width)
-        found[name] = np.full(shape, np.nan).astype(made[name].dtype)
+        found[name] = np.full(shape, _poison(made[name].dtype))
         for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
             found[name][:, start : start + count] = made[name][b, :, :count]
     return found
@@ -125,7 +130,7 @@ def _in_pages(
     found = {"Table": table, "LengthsK": np.array(counts, np.int32)}
     for name in _held(made):
         _, heads, _, width = made[name].shape
-        found[name] = np.full((len(pages), heads, size, width), np.nan).astype(made[name].dtype)
+        found[name] = np.full((len(pages), heads, size, width), _poison(made[name].dtype))
     free = iter(pages)
     for b, (own, count) in enumerate(zip(taken, counts, strict=True)):
         for n in range(own):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flashwright.spec import AttentionSpec
 
-_BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1}
+_BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1, "int8": 1}
 
 
 @dataclass(frozen=True)

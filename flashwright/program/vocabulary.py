@@ -8,7 +8,11 @@ from functools import cache
 
 from flashwright.lang.nodes import Space
 
-DTYPES: dict[str, int] = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "fp32": 4, "int32": 4}
+DTYPES: dict[str, int] = {
+    **dict.fromkeys(("fp16", "bf16"), 2),
+    **dict.fromkeys(("e4m3", "e5m2", "int8"), 1),
+    **dict.fromkeys(("fp32", "int32"), 4),
+}
 # The names of the same types in other languages.
 DTYPE_ALIASES = {
     **dict.fromkeys(("float16", "f16", "half", "float16_t"), "fp16"),
@@ -17,6 +21,7 @@ DTYPE_ALIASES = {
     **dict.fromkeys(("fp8", "float8", "float8_e4m3", "float8_e4m3fn", "fp8_e4m3", "f8"), "e4m3"),
     **dict.fromkeys(("float8_e5m2", "fp8_e5m2"), "e5m2"),
     **dict.fromkeys(("int", "i32", "int32_t", "int64"), "int32"),
+    **dict.fromkeys(("i8", "s8", "int8_t"), "int8"),
 }
 DEFAULT_DTYPE: dict[Space, str] = {"global": "fp16", "shared": "fp16", "register": "fp32"}
 

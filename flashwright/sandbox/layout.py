@@ -1,8 +1,8 @@
 """The layout of a call's tensors in the judge's memory, with guards around them.
 
-Every tensor lies between guards filled with 0xFF, which is NaN in each of our types and -1 in
-int32: a read beside a tensor poisons the output, a write beside it shows. Outputs are full of 0xFF
-before the call. What a function returns is copied to a separate region.
+Every tensor lies between guards filled with 0xFF, which is NaN in our floats and -1 in our
+integers: a read beside a tensor poisons the output, a write beside it shows. Outputs are full of
+0xFF before the call. What a function returns is copied to a separate region.
 """
 
 from __future__ import annotations

@@ -106,9 +106,10 @@ def draw(problem: TimedProblem, into: Mapping[str, Any], seed: int) -> None:
         generator = torch.Generator(lying.device).manual_seed(1000 * seed + number)
         if lying.element_size() > 1:
             lying.normal_(generator=generator)
-        else:  # fp8 has no normal_
+        else:  # 8 bits have no normal_
             wide = torch.empty(lying.shape, dtype=torch.float32, device=lying.device)
-            lying.copy_(wide.normal_(generator=generator))
+            wide.normal_(generator=generator)
+            lying.copy_(wide if lying.is_floating_point() else (32 * wide).clamp_(-128, 127))
         assert name in problem.shapes
 
 

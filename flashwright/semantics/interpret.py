@@ -35,8 +35,10 @@ NUMPY_DTYPES: dict[str, Any] = {
     "e5m2": ml_dtypes.float8_e5m2,
     "fp32": np.float32,
     "int32": np.int32,
+    "int8": np.int8,
 }
-_SATURATES = {"e4m3": 448.0, "e5m2": 57344.0}  # cvt.satfinite: the largest finite value
+_SATURATES = {"e4m3": (-448.0, 448.0), "e5m2": (-57344.0, 57344.0), "int8": (-128.0, 127.0)}
+"""The types whose stores saturate, and their range."""
 
 
 def interpret(
@@ -270,7 +272,9 @@ class NumPy:
         if dtype in ("fp32", "int32"):
             return data.astype(np.float32, copy=False)
         if dtype in _SATURATES:
-            data = np.clip(data, -_SATURATES[dtype], _SATURATES[dtype])
+            data = np.clip(data, *_SATURATES[dtype])
+        if dtype == "int8":  # what is no number becomes 0
+            return np.nan_to_num(np.rint(data)).astype(np.float32)
         return data.astype(NUMPY_DTYPES[dtype]).astype(np.float32)
 
 

@@ -215,10 +215,13 @@ class Rows:
 
 
 def stored(new: Any, kind: Any, scale: Any) -> Any:
-    """New keys or values as a cache of some type has them. One of 8 bits has no infinity."""
+    """New keys or values as a cache of some type has them. One of 8 bits has no infinity; in int8
+    they are rounded to the nearest number, of two to the even one."""
     if scale is not None and new.dtype != kind:
-        most = torch.finfo(kind).max
-        new = (new.float() / scale[:, None, :, None]).clamp(-most, most)
+        whole = not kind.is_floating_point
+        limits = torch.iinfo(kind) if whole else torch.finfo(kind)
+        new = (new.float() / scale[:, None, :, None]).clamp(limits.min, limits.max)
+        new = new.round().nan_to_num() if whole else new
     return new.to(kind)
 
 
@@ -345,11 +348,13 @@ def _parts(name: str, x: Any, turn: Turn | None) -> Iterator[tuple[str, Any]]:
 
 
 def _compare(found: Any, wanted: Any) -> None:
-    """Raise WrongKernel if a kernel has not written what PyTorch gives."""
-    limit = LIMIT[DTYPES[str(wanted.dtype).removeprefix("torch.")]]
+    """Raise WrongKernel if a kernel has not written what PyTorch gives: whole numbers but for 1."""
+    whole = not wanted.dtype.is_floating_point
+    limit = 1.0 if whole else LIMIT[DTYPES[str(wanted.dtype).removeprefix("torch.")]]
     found, wanted = found.float(), wanted.float()
-    size = wanted.square().mean(dim=-1, keepdim=True).sqrt().clamp(min=1e-3)
+    size = 1.0 if whole else wanted.square().mean(dim=-1, keepdim=True).sqrt().clamp(min=1e-3)
     error = float(((found - wanted).abs() / size).max()) if wanted.numel() else 0.0
     if not error <= limit:
-        text = f"a new kernel is wrong: what it wrote is {error:.2g} of the RMS from what PyTorch"
-        raise WrongKernel(f"{text} gives. Please report the shapes")
+        unit = "" if whole else " of the RMS"
+        text = f"a new kernel is wrong: what it wrote is {error:.2g}{unit} from what PyTorch gives"
+        raise WrongKernel(f"{text}. Please report the shapes")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashwright.flex.attention import SETTINGS, task_of
-from flashwright.flex.task import NoKernel, Task, spec_of
+from flashwright.flex.task import KEY_DTYPES, NoKernel, Task, spec_of
 from flashwright.spec import AttentionSpec, scale_of
 
 Tensors = Mapping[str, Any]
@@ -16,7 +16,7 @@ FLAGS = {"slopes": "alibi", "sink": "sink"}
 """The settings of a spec that tensors of a call stand for."""
 ARGUMENTS = {"slopes": "alibi_slopes", "sink": "sink"}
 SCALES = ("kdescale", "vdescale")
-CACHE_TYPES = {torch.float8_e4m3fn: "fp8"}
+CACHE_TYPES = {getattr(torch, name): kind for name, kind in KEY_DTYPES.items()}
 """The types that keys and values may have beside 16-bit queries."""
 
 

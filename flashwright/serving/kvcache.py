@@ -91,9 +91,10 @@ def flash_attn_with_kvcache(
     sequences, such as a prompt that they share. They are read once for the batch, and every query
     sees all of them.
 
-    Beside 16-bit q the caches may be float8_e4m3fn. Keys are then `k_descale`, a number or float32
-    (batch, KV heads), times what the cache has, values `v_descale` times; new ones are divided by
-    it, unless they are float8_e4m3fn, too.
+    Beside 16-bit q the caches may be float8_e4m3fn or int8. Keys are then `k_descale`, a number or
+    float32 (batch, KV heads), times what the cache has, values `v_descale` times; None is 1. New
+    ones are divided by it and rounded, in int8 to the nearest whole number, and kept within the
+    type's range, unless they have the cache's type already.
 
     Returns O, and with `return_softmax_lse` also the log-sum-exp (batch, heads, tokens). There are
     no gradients. CPU tensors are computed by PyTorch. Raises NoKernel with the reason where no

@@ -18,6 +18,8 @@ from flashwright.serving.kernels import Asked, attend
 from flashwright.serving.kvcache import decode
 
 TYPES = (torch.bfloat16, torch.float16)
+_TOKEN = 656
+"""Bytes: 512 numbers in e4m3, four scales in fp32, 64 numbers of the rope part in bf16."""
 ARGUMENTS = {"k": "k_cache", "table": "block_table", "lengthsk": "cache_seqlens"}
 
 
@@ -48,6 +50,7 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: Any = None,
     topk_length: Any = None,
     extra_topk_length: Any = None,
+    k_descale: Any = None,
 ) -> tuple[Any, Any]:
     """Attention of q, (batch, tokens, heads, dim), over a latent cache in pages.
 
@@ -58,13 +61,16 @@ def flash_mla_with_kvcache(
     be what `get_mla_metadata` gives; they change nothing, except that a number of splits is taken.
     Lengths and tables may change between the replays of a CUDA graph.
 
+    Beside 16-bit q the cache may be float8_e4m3fn or int8. Keys and values are then `k_descale`, a
+    number or float32 (batch, 1), times what it has; None is 1. `is_fp8_kvcache` may say so. There
+    it does not mean FlashMLA's tokens of 656 bytes, which no kernel reads.
+
     Returns O, (batch, tokens, heads, head_dim_v), and the log-sum-exp (batch, heads, tokens): 0 and
     -inf without keys. There are no gradients. CPU tensors are computed by PyTorch. Raises NoKernel
-    with the reason where no kernel can be made, as for a cache in fp8 and for sparse attention.
+    with the reason where no kernel can be made, as for sparse attention.
     """
     _refuse_others(
         {
-            "is_fp8_kvcache": is_fp8_kvcache or None,
             "indices": indices,
             "attn_sink": attn_sink,
             "extra_k_cache": extra_k_cache,
@@ -75,8 +81,11 @@ def flash_mla_with_kvcache(
     )
     chosen = num_splits is None or isinstance(num_splits, torch.Tensor)  # FlashMLA's own
     splits = 0 if chosen else num_splits
-    options = softmax_scale, causal, head_dim_v, splits
     tensors = {"q": q, "k": k_cache, "table": block_table, "lengthsk": cache_seqlens}
+    is_tensor = isinstance(k_descale, torch.Tensor)
+    tensors["kdescale"] = k_descale if is_tensor else None
+    number = None if is_tensor else k_descale
+    options = softmax_scale, causal, head_dim_v, splits, is_fp8_kvcache, number
     if _on_cpu(q):
         given, settings = _given(tensors, options)
         reference.check_numbers(given, ARGUMENTS)
@@ -90,14 +99,19 @@ def _given(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of a call, as reference.py names them, and the settings of its spec. Raises an
     error with the argument for what does not fit."""
-    scale, causal, head_dim_v, splits = options
-    arguments.check_tensors(tensors, ARGUMENTS, *tensors)
+    scale, causal, head_dim_v, splits, is_fp8, number = options
+    needed = ("q", "k", "table", "lengthsk")
+    arguments.check_tensors(tensors, ARGUMENTS, *needed)
     arguments.check_splits(splits)
-    _check(tensors, head_dim_v)
-    given = {**tensors, "v": tensors["k"][..., :head_dim_v]}
+    _check(tensors, head_dim_v, is_fp8)
+    given = {name: tensors[name] for name in needed}
+    given["v"] = given["k"][..., :head_dim_v]
+    descale = number if tensors["kdescale"] is None else tensors["kdescale"]
+    narrow, scales = arguments.scales_of(given, given["q"].shape[0], descale, descale)
+    given |= scales
     if torch.is_grad_enabled() and (given["q"].requires_grad or given["k"].requires_grad):
         raise NoKernel("MLA decode has no gradient: use torch.no_grad()")
-    return given, arguments.settings_of(scale, causal, (-1, -1), 0.0) | {"latent": True}
+    return given, arguments.settings_of(scale, causal, (-1, -1), 0.0) | {"latent": True} | narrow
 
 
 def _asked(tensors: Mapping[str, Any], options: tuple[Any, ...]) -> Asked:
@@ -112,14 +126,13 @@ def _on_cpu(tensor: Any) -> bool:
 
 
 def _refuse_others(options: Mapping[str, Any]) -> None:
-    """Raise NoKernel for what FlashMLA has beside dense decode in 16 bits."""
+    """Raise NoKernel for what FlashMLA has beside dense decode."""
     for name, value in options.items():
         if value is not None:
-            text = "kernels are for dense decode over a cache in bf16 or fp16"
-            raise NoKernel(f"{name}: {text}; leave it out")
+            raise NoKernel(f"{name}: kernels are for dense decode without sinks; leave it out")
 
 
-def _check(given: Mapping[str, Any], head_dim_v: int) -> None:
+def _check(given: Mapping[str, Any], head_dim_v: int, is_fp8: bool) -> None:
     """Raise ValueError or TypeError, with the argument, for tensors that do not fit."""
     named = {"q": given["q"], "k_cache": given["k"]}
     axes = {"q": "batch, tokens, heads, dim", "k_cache": "pages, positions, 1, dim"}
@@ -127,9 +140,15 @@ def _check(given: Mapping[str, Any], head_dim_v: int) -> None:
     q, cache = named.values()
     if q.dtype not in TYPES:
         raise TypeError(f"q must be bfloat16 or float16; it is {q.dtype}")
-    if cache.dtype != q.dtype or cache.device != q.device:
+    if is_fp8 and cache.shape[3] == _TOKEN:
+        text = f"k_cache has FlashMLA's tokens of {_TOKEN} bytes, which no kernel reads"
+        raise NoKernel(f"{text}: pass float8_e4m3fn of the width of q, and k_descale")
+    narrow = [kind for kind, name in arguments.CACHE_TYPES.items() if name == "fp8" or not is_fp8]
+    kinds = narrow if is_fp8 else [q.dtype, *narrow]
+    if cache.dtype not in kinds or cache.device != q.device:
+        wanted = " or ".join(str(kind) for kind in kinds)
         theirs = f"{cache.dtype} on {cache.device}"
-        raise TypeError(f"k_cache must be {q.dtype} on {q.device}, as q; it is {theirs}")
+        raise TypeError(f"k_cache must be {wanted} on {q.device}; it is {theirs}")
     if cache.shape[2] != 1:
         raise ValueError(f"k_cache must have one head, which all share; it has {cache.shape[2]}")
     if cache.shape[3] != q.shape[3]:

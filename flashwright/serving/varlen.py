@@ -58,10 +58,10 @@ def flash_attn_varlen_func(
     many keys each has, where there is room for more. With `block_table` k and v lie in pages,
     (pages, positions, heads, dim): row b of the table names those of sequence b, `seqused_k` says
     how many keys it has, and `cu_seqlens_k` is None. With `causal` and a window the last query of a
-    sequence stands at its last key. Beside 16-bit q, k and v may be float8_e4m3fn, multiplied by
-    `k_descale` and `v_descale`, numbers or float32 (batch, KV heads). `window_size` has the keys to
-    the left and to the right that a query sees besides its own, -1 for all. `alibi_slopes` and
-    `sink` have a number for each head.
+    sequence stands at its last key. Beside 16-bit q, k and v may be float8_e4m3fn or int8,
+    multiplied by `k_descale` and `v_descale`, numbers or float32 (batch, KV heads); None is 1.
+    `window_size` has the keys to the left and to the right that a query sees besides its own, -1
+    for all. `alibi_slopes` and `sink` have a number for each head.
 
     Returns O, and with `return_softmax_lse` also the log-sum-exp (heads, tokens), which has no
     gradient; rows behind the last sequence are not computed. CPU tensors are computed by PyTorch,

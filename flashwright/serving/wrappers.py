@@ -191,7 +191,7 @@ class _Wrapper:
             after = None
         given = [factor for factor in factors if factor is not None]
         if any(isinstance(factor, torch.Tensor) for factor in given):
-            raise NoKernel("q_scale and k_scale must be numbers, except k_scale of fp8 caches")
+            raise NoKernel("q_scale and k_scale must be numbers, except k_scale of 8-bit caches")
         if given:
             named["softmax_scale"] = prod(given, start=_scale(named["softmax_scale"], plan.width))
         return named, after

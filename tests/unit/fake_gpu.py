@@ -26,7 +26,8 @@ from flashwright.build.load import Kernel
 from flashwright.lower.launch_plan import LaunchPlan, PlanAxis, PlanTensor
 
 CUDA, CPU = 2, 1
-CODES = {"float16": (2, 16), "float32": (2, 32), "int32": (0, 32), "bfloat16": (4, 16)}
+CODES = {"float16": (2, 16), "float32": (2, 32), "bfloat16": (4, 16)}
+CODES |= {"int32": (0, 32), "int8": (0, 8)}
 MAP_SETTINGS = ("type", "interleave", "swizzle", "promotion", "fill")
 SOURCE = Path(__file__).with_name("fake_cuda.c")
 

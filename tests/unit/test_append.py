@@ -113,15 +113,19 @@ def test_new_keys_are_rotated(pairs: bool, half: int, kind: str) -> None:
     assert not torch.equal(again.k, cache.k)
 
 
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8], ids=str)
 @pytest.mark.parametrize("turn", [None, turn_of(16, False)], ids=["plain", "rotated"])
-def test_new_rows_are_divided_by_the_scales_of_a_narrow_cache(turn: Turn | None) -> None:
-    scales = {f"{x}descale": torch.rand(len(LENGTHS), HEADS) + 0.1 for x in "kv"}
-    cache, rows = a_cache("16", torch.float8_e4m3fn), replace(new_rows(2, turn), scales=scales)
+def test_new_rows_are_divided_by_the_scales_of_a_narrow_cache(turn: Turn | None, kind: Any) -> None:
+    scales = {f"{x}descale": (torch.rand(len(LENGTHS), HEADS) + 0.1) / 50 for x in "kv"}
+    cache, rows = a_cache("16", kind), replace(new_rows(2, turn), scales=scales)
+    rows.v[0, 0] = 1e4  # beyond the type's range
     wanted = by_pytorch(cache, rows)
     append._append(cache, rows)
+    near = {"atol": 0.02, "rtol": 0.13} if kind.is_floating_point else {"atol": 1.0, "rtol": 0.0}
     for ours, theirs in ((cache.k, wanted.k), (cache.v, wanted.v)):
-        torch.testing.assert_close(ours.float(), theirs.float(), atol=0.02, rtol=0.13)
-    narrow = new_rows(2, dtype=torch.float8_e4m3fn)
+        torch.testing.assert_close(ours.float(), theirs.float(), **near)
+    assert cache.v.float().max() == (448 if kind.is_floating_point else 127)
+    narrow = replace(rows, k=rows.k.to(kind), v=rows.v.clamp(-99, 99).to(kind), turn=None)
     wanted = by_pytorch(cache, narrow)
     append._append(cache, narrow)
     same(cache, wanted)
@@ -192,6 +196,7 @@ PROGRAMS: dict[str, Append | Rotate] = {
     "small pages": Append(CARD, ("bf16", "bf16"), "bf16", (64, 64), page=1),
     "rotated": Append(CARD, ("bf16", "bf16"), "bf16", (64, 32), page=16, rotation=HALVES),
     "narrow": Append(CARD, ("fp16", "fp16"), "e4m3", (32, 64), entries=True, rotation=PAIRS),
+    "whole numbers": Append(CARD, ("bf16", "bf16"), "int8", (64, 64), page=16, rotation=HALVES),
     "in order": Append(CARD, ("bf16", "bf16"), "bf16", (64, 64)),
     "queries": Rotate(CARD, "bf16", 64, HALVES),
     "by first": Rotate(CARD, "bf16", 32, replace(PAIRS, by_first=True)),
@@ -239,15 +244,16 @@ def views_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
             for each in (made, right)
         )
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
-    scales = {}
-    if order.kept == "e4m3":
-        scales = {f"{x}descale": torch.rand(len(LENGTHS), HEADS) + 0.1 for x in "kv"}
+    kinds["int8"] = torch.int8
+    scales, spare = {}, torch.nan if kinds[order.kept].is_floating_point else 99
+    if DTYPES[order.kept].itemsize == 1:
+        scales = {f"{x}descale": (torch.rand(len(LENGTHS), HEADS) + 0.1) / 50 for x in "kv"}
     cache = a_cache(str(order.page or "entries" * order.entries or "in order"), torch.bfloat16)
     sizes = order.widths
     cache = replace(
         cache,
-        k=torch.full((*cache.k.shape[:-1], sizes[0]), torch.nan).to(kinds[order.kept]),
-        v=torch.full((*cache.v.shape[:-1], sizes[1]), torch.nan).to(kinds[order.kept]),
+        k=torch.full((*cache.k.shape[:-1], sizes[0]), spare).to(kinds[order.kept]),
+        v=torch.full((*cache.v.shape[:-1], sizes[1]), spare).to(kinds[order.kept]),
     )
     rows = new_rows(19, turn)
     k, v = (torch.randn(*rows.k.shape[:-1], n).to(kinds[order.types[0]]) for n in sizes)
@@ -264,7 +270,7 @@ def in_numpy(x: Any, dtype: str) -> Any:
 
 
 EMULATED = {
-    "h200": ["small pages", "rotated", "narrow", "queries", "by first"],
+    "h200": ["small pages", "rotated", "narrow", "whole numbers", "queries", "by first"],
     "t4": ["narrow"],
 }
 
@@ -291,5 +297,7 @@ def test_the_kernels_under_emulation(gpu: str) -> None:
         for tensor in (t for t in plan.tensors if t.written):
             ours = arrays[tensor.name].astype(np.float32)
             theirs = in_numpy(wanted[tensor.name], tensor.dtype).astype(np.float32)
-            loose = 0.13 if tensor.dtype == "e4m3" else 0.01
-            np.testing.assert_allclose(ours, theirs, atol=0.02, rtol=loose, err_msg=name)
+            loose, least = (0.13 if tensor.dtype == "e4m3" else 0.01), 0.02
+            if tensor.dtype == "int8":
+                loose, least = 0.0, 1.0  # where a number lies in the middle
+            np.testing.assert_allclose(ours, theirs, atol=least, rtol=loose, err_msg=name)

@@ -34,22 +34,34 @@ from tests.unit.uncompiled import CARD, interpret_operators, make_packed  # noqa
 
 ROOM = 208
 LENGTHS = [0, 1, 130, 64, 17]
-E4M3 = torch.float8_e4m3fn
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+NARROW = {"fp8": E4M3, "int8": INT8}
 HEADS = 2
 SLOW = pytest.mark.slow
 
 
-def problem(heads: int = 6, queries: int = 2, width: int = 64, kind: Any = torch.bfloat16) -> Any:
-    """Queries, caches of entries with NaN behind each sequence's keys, scales, and the caches with
-    the numbers that the scales make of them."""
+def problem(
+    heads: int = 6,
+    queries: int = 2,
+    width: int = 64,
+    kind: Any = torch.bfloat16,
+    narrow: Any = E4M3,
+) -> Any:
+    """Queries, caches of entries with NaN behind each sequence's keys, or 127, scales, and the
+    caches with the numbers that the scales make of them."""
     torch.manual_seed(0)
     q = torch.randn(len(LENGTHS), queries, heads, width).to(kind)
     scales = [torch.rand(len(LENGTHS), HEADS) + 0.5 for _ in "kv"]
-    caches = [(3 * torch.randn(len(LENGTHS), ROOM, HEADS, width)).to(E4M3) for _ in "kv"]
+    shape = len(LENGTHS), ROOM, HEADS, width
+    if narrow is INT8:
+        caches = [torch.randint(-128, 128, shape, dtype=INT8) for _ in "kv"]
+        scales = [scale / 32 for scale in scales]
+    else:
+        caches = [(3 * torch.randn(shape)).to(E4M3) for _ in "kv"]
     for cache in caches:
         cache.view(torch.uint8)[:, ::7, :, ::5] = 3  # subnormal
         for b, length in enumerate(LENGTHS):
-            cache[b, length:] = torch.nan
+            cache[b, length:] = 127 if narrow is INT8 else torch.nan
     wide = [c.float() * s[:, None, :, None] for c, s in zip(caches, scales, strict=True)]
     return q, caches, scales, wide
 
@@ -64,7 +76,7 @@ def in_pages(size: int, caches: list[Any]) -> tuple[Any, list[Any]]:
         parts = cache.view(torch.uint8).unflatten(1, (count, size)).flatten(0, 1)
         page = torch.empty_like(parts)
         page[order] = parts
-        pages.append(page.view(E4M3))
+        pages.append(page.view(caches[0].dtype))
     return table, pages
 
 
@@ -88,28 +100,31 @@ def close(found: Any, wanted: Any) -> None:
 
 
 DECODE = [
-    pytest.param("h200", None, "bf16", 64, 16, marks=SLOW),
-    pytest.param("h200", 16, "fp16", 128, 16, marks=SLOW),
-    pytest.param("h200", None, "bf16", 64, 2, marks=SLOW),
-    pytest.param("h200", 16, "bf16", 128, 2, marks=SLOW),
-    pytest.param("a100", 16, "bf16", 96, 16, marks=SLOW),
+    pytest.param("h200", None, "bf16", 64, 16, "fp8", marks=SLOW),
+    pytest.param("h200", 16, "fp16", 128, 16, "fp8", marks=SLOW),
+    pytest.param("h200", None, "bf16", 64, 2, "fp8", marks=SLOW),
+    pytest.param("h200", 16, "bf16", 128, 2, "fp8", marks=SLOW),
+    pytest.param("a100", 16, "bf16", 96, 16, "fp8", marks=SLOW),
+    pytest.param("h200", 16, "bf16", 128, 2, "int8", marks=SLOW),
+    pytest.param("h200", None, "fp16", 64, 16, "int8", marks=SLOW),
+    pytest.param("a100", 16, "bf16", 96, 16, "int8", marks=SLOW),
 ]
 """With the most queries that a sequence has: few leave one consumer warpgroup, and two of which
 the warps convert."""
 
 
 @needs_compilers
-@pytest.mark.parametrize(("gpu", "page", "dtype", "width", "most"), DECODE)
+@pytest.mark.parametrize(("gpu", "page", "dtype", "width", "most", "narrow"), DECODE)
 def test_the_kernels_compute_it(
-    gpu: str, page: int | None, dtype: str, width: int, most: int
+    gpu: str, page: int | None, dtype: str, width: int, most: int, narrow: str
 ) -> None:
     """Compiled, and under emulation: scales for each sequence and head, seven heads in a group."""
     made = {"heads": 14, "kv_heads": HEADS, "head_dim": width, "dtype": dtype, "causal": True}
-    spec = make_spec("gqa", kv_dtype="fp8", **made)
+    spec = make_spec("gqa", kv_dtype=narrow, **made)
     order = PackedOrder(spec.of_sequences(Batch(False, True, page, most)), gpus.find(gpu))
     programs = check(parse(order.code())).kernels
     kind = torch.bfloat16 if dtype == "bf16" else torch.float16
-    q, caches, scales, wide = problem(14, width=width, kind=kind)
+    q, caches, scales, wide = problem(14, width=width, kind=kind, narrow=NARROW[narrow])
     if page is None:
         arrays: dict[str, Any] = {"StartsK": np.arange(len(LENGTHS), dtype=np.int32) * ROOM}
         laid = [x.flatten(0, 1) for x in caches]
@@ -125,7 +140,7 @@ def test_the_kernels_compute_it(
     arrays["LSE"] = np.full(arrays["Q"].shape[:-1], np.nan, np.float32)
     for name, x in zip("KV", laid, strict=True):
         bits = x.view(torch.uint8).transpose(-3, -2).contiguous().numpy()
-        arrays[name] = bits.view(ml_dtypes.float8_e4m3fn)
+        arrays[name] = bits.view(ml_dtypes.float8_e4m3fn if narrow == "fp8" else np.int8)
     dims = {"batch": len(LENGTHS), "heads": 14, "kv_heads": HEADS, "q_len": 2, "kv_len": ROOM}
     dims |= {"pages": len(laid[0]), "max_pages": 1, "kv_tokens": len(laid[0]), "splits": 3}
     if page is not None:
@@ -175,17 +190,20 @@ def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, .
     return launched
 
 
-def test_pytorch_scales_keys_and_values() -> None:
-    q, caches, scales, wide = problem()
+@pytest.mark.parametrize("narrow", NARROW)
+def test_pytorch_scales_keys_and_values(narrow: str) -> None:
+    q, caches, scales, wide = problem(narrow=NARROW[narrow])
     wanted = wanted_of(q, wide)
     close(flash_attn_with_kvcache(q, *caches, **settings_of(scales)), wanted)
     table, pages = in_pages(16, caches)
     close(flash_attn_with_kvcache(q, *pages, block_table=table, **settings_of(scales)), wanted)
 
 
-@pytest.mark.parametrize("page", [pytest.param(None, marks=SLOW), 16])
-def test_a_kernel_scales_them(page: int | None, on_gpu: list[tuple[str, ...]]) -> None:
-    q, caches, scales, wide = problem()
+@pytest.mark.parametrize(
+    ("page", "narrow"), [pytest.param(None, "fp8", marks=SLOW), (16, "fp8"), (16, "int8")]
+)
+def test_a_kernel_scales_them(page: int | None, narrow: str, on_gpu: list[tuple[str, ...]]) -> None:
+    q, caches, scales, wide = problem(narrow=NARROW[narrow])
     settings = settings_of(scales)
     if page is not None:
         settings["block_table"], caches = in_pages(page, caches)
@@ -227,8 +245,9 @@ def test_packed_queries_over_pages(on_gpu: list[tuple[str, ...]]) -> None:
     torch.testing.assert_close(out.float(), wanted.float(), atol=0.03, rtol=0.02)
 
 
-def test_new_keys_are_divided_by_the_scales() -> None:
-    q, caches, scales, _ = problem()
+@pytest.mark.parametrize("narrow", NARROW)
+def test_new_keys_are_divided_by_the_scales(narrow: str) -> None:
+    q, caches, scales, _ = problem(narrow=NARROW[narrow])
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
     new = [torch.randn(len(LENGTHS), 2, HEADS, 64).bfloat16() for _ in "kv"]
     new[0][0, 0, 0, 0] = 3e4  # beyond the type's range
@@ -237,9 +256,13 @@ def test_new_keys_are_divided_by_the_scales() -> None:
     for cache, scale, rows in zip(caches, scales, new, strict=True):
         for b, n in enumerate(lengths):
             found = cache[b, n : n + 2].float() * scale[b, :, None]
-            most = 448 * scale[b, :, None]
-            right = rows[b].float().clamp(-most, most)
-            torch.testing.assert_close(found, right, atol=0.01, rtol=2.0**-4)
+            unit = scale[b, :, None]
+            least, most = (-448, 448) if narrow == "fp8" else (-128, 127)
+            right = rows[b].float().clamp(least * unit, most * unit)
+            if narrow == "int8":  # to the nearest one
+                assert ((found - right).abs() <= 0.501 * unit).all()
+            else:
+                torch.testing.assert_close(found, right, atol=0.01, rtol=2.0**-4)
 
 
 @pytest.mark.parametrize(

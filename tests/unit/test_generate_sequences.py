@@ -78,7 +78,10 @@ def test_the_program_is_written_and_checked(
         (("--decode", "129"), "decode: must be at most 128"),
         (("--paged", "0"), "page: must be at least 1"),
         (("--packed", "--backward"), "packed: a backward pass has rectangular batches"),
-        (("--decode", "1", "--kv-dtype", "fp8", "--dtype", "fp8"), "kv_dtype: dtype fp8 is"),
+        (
+            ("--decode", "1", "--kv-dtype", "fp8", "--dtype", "fp8"),
+            "kv_dtype: goes with a Q of 16 bits",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_said(options: tuple[str, ...], told: str) -> None:

@@ -1,4 +1,4 @@
-"""Outputs in place, and strided tensors (docs/language.md, "Recipes")."""
+"""Outputs in place, and strided tensors (docs/language.md, "Outputs in place")."""
 
 from __future__ import annotations
 

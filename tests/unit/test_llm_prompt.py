@@ -205,6 +205,7 @@ def test_the_language_is_that_of_the_documentation() -> None:
         "Two levels: sketch and code",
         *("Outputs in place", "Strided tensors"),
         *("Keys as rows", "Adding to global memory", "By index", "At turns", "In fragments"),
+        "Element types",  # those that a model needs are under Allocate
         "Checking and running",
         "What the checker looks for",
     }

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -108,6 +109,39 @@ def test_pytorch_and_a_kernel_compute_it(queries: int, causal: bool, on_gpu: Any
         close(call(*given, values, *get_mla_metadata(given[3], 6, 1), causal=causal), wanted)
 
 
+UNIT = {torch.float8_e4m3fn: 1, torch.int8: 32}
+"""What 1 is in a cache of 8 bits, about."""
+
+
+def narrow_cache(table: Any, keys: list[Any], kind: Any) -> tuple[Any, list[Any]]:
+    """Keys of 8 bits in the pages of a table, of NaN or 127 where no key is; and the keys."""
+    kept = [(UNIT[kind] * rows.float()).clamp(-128, 127).to(kind) for rows in keys]
+    pages = 1 + int(table[table < 2**31 - 1].max())
+    spare = 127 if kind is torch.int8 else torch.nan
+    cache = torch.full((pages, PAGE, 1, keys[0].shape[1]), spare).to(kind)
+    for b, rows in enumerate(kept):
+        for n, part in enumerate(rows.split(PAGE) if len(rows) else ()):
+            cache[table[b, n], : len(part), 0] = part
+    return cache, kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_a_cache_of_8_bits(kind: Any, on_gpu: Any) -> None:
+    """Keys and values are what it has, times a number for each sequence or one for all."""
+    width, values = NARROW
+    (q, _, table, lengths), keys = problem(2, 6, width)
+    cache, kept = narrow_cache(table, keys, kind)
+    for scales in (torch.rand(len(keys), 1) + 0.5, 0.5):
+        each = scales[:, 0] if torch.is_tensor(scales) else torch.full((len(keys),), scales)
+        wide = [x.float() * scale for x, scale in zip(kept, each / UNIT[kind], strict=True)]
+        wanted = alone(q, wide, values, causal=True)
+        for call in (flash_mla_with_kvcache, on_gpu):
+            given = {"causal": True, "k_descale": scales / UNIT[kind]}
+            given |= {"is_fp8_kvcache": kind is not torch.int8}
+            close(call(q, cache, table, lengths, values, **given), wanted)
+
+
 def test_keys_are_split_as_asked(on_gpu: Any) -> None:
     width, values = NARROW
     given, keys = problem(1, 6, width)
@@ -149,14 +183,22 @@ def test_a_key_is_copied_once() -> None:
 
 @needs_compilers
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "unsplit"), [(128, True), (16, False)])
-def test_the_kernels_compute_it(heads: int, unsplit: bool) -> None:
+@pytest.mark.parametrize(
+    ("heads", "unsplit", "narrow"), [(128, True, None), (16, False, None), (16, False, "fp8")]
+)
+def test_the_kernels_compute_it(heads: int, unsplit: bool, narrow: str | None) -> None:
     """Compiled, without spills, and under emulation."""
     lengths = [130, 1, 0] if heads == 16 else [70]
     queries = 2 if heads == 16 else 1
-    both = program(heads=heads, causal=True, unsplit=unsplit)
+    both = program(heads=heads, causal=True, unsplit=unsplit, kv_dtype=narrow)
     (q, cache, table, counts), keys = problem(queries, heads, 576, lengths)
     arrays = {"Q": in_bf16(q.transpose(1, 2)), "K": in_bf16(cache.transpose(1, 2))}
+    if narrow:
+        cache, kept = narrow_cache(table, keys, torch.float8_e4m3fn)
+        bits = cache.view(torch.uint8).transpose(1, 2).contiguous().numpy()
+        arrays["K"] = bits.view(ml_dtypes.float8_e4m3fn)
+        arrays["KDescale"] = np.linspace(0.5, 1.5, len(lengths), dtype=np.float32)[:, None]
+        keys = [x.float() * float(s[0]) for x, s in zip(kept, arrays["KDescale"], strict=True)]
     arrays |= {"Table": table.numpy(), "LengthsK": counts.numpy()}
     shape = (len(lengths), heads, queries)
     arrays["O"] = np.full((*shape, 512), np.nan, arrays["Q"].dtype)
@@ -164,7 +206,7 @@ def test_the_kernels_compute_it(heads: int, unsplit: bool) -> None:
     dims = {"batch": len(lengths), "heads": heads, "kv_heads": 1, "q_len": queries}
     dims |= {} if unsplit else {"splits": 2}
     dims |= {"kv_len": 256, "pages": len(cache), "max_pages": table.shape[1]}
-    spec = make_spec("mla-decode", heads=heads)
+    spec = make_spec("mla-decode", heads=heads, kv_dtype=narrow)
     made = kernels_of([(format_tree(p.tree), spec) for p in both.programs], "h200")
     found = emulated(made, Steps.of(both), arrays, dims, "eager")
     out = torch.from_numpy(found["O"].astype(np.float32)).transpose(1, 2)
@@ -185,7 +227,13 @@ NARROW_CACHE = torch.zeros(9, PAGE, 1, 96).bfloat16()
         ({"k_cache": NARROW_CACHE[..., :80]}, ValueError, "k_cache is 80 wide and q 96"),
         ({"k_cache": NARROW_CACHE.half()}, TypeError, "k_cache must be torch.bfloat16"),
         ({"q": torch.zeros(5, 1, 6, 96)}, TypeError, "q must be bfloat16 or float16"),
-        ({"is_fp8_kvcache": True}, NoKernel, "is_fp8_kvcache: kernels are for dense"),
+        ({"is_fp8_kvcache": True}, TypeError, "k_cache must be torch.float8_e4m3fn on"),
+        (
+            {"is_fp8_kvcache": True, "k_cache": torch.zeros(9, 64, 1, 656).to(torch.uint8)},
+            NoKernel,
+            "tokens of 656 bytes",
+        ),
+        ({"k_descale": 0.5}, NoKernel, "k_descale and v_descale are for keys in"),
         ({"num_splits": -1}, ValueError, "num_splits must be a number of thread blocks"),
         ({"num_splits": [1]}, ValueError, "num_splits must be a number of thread blocks"),
         ({"cache_seqlens": torch.tensor([0, 1, 64, 130, 999]).int()}, ValueError, "has 999: the p"),

@@ -61,6 +61,7 @@ from flashwright.spec import AttentionSpec
             "mha",
             {"dtype": "bf16", "decode": 1, "kv_dtype": "fp8", "page": 16},
         ),
+        ("decode with an int8 KV cache", "mha", {"decode": 1, "kv_dtype": "int8"}),
         ("decoding with page size 64", "mha", {"decode": 1, "page": 64}),
         ("non-causal without ALiBi", "mha", {"causal": False, "alibi": False}),
         ("scale = 1e-05", "mha", {"scale": 1e-05}),

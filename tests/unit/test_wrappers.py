@@ -132,6 +132,11 @@ def test_scales() -> None:
     torch.testing.assert_close(found[0], wanted[0], atol=0.2, rtol=0.2)
     with pytest.raises(NoKernel, match="must be numbers"):
         wrapper.run(q, cache, k_scale=torch.ones(()))
+    whole = (cache / 0.05).round().clamp(-128, 127).to(torch.int8)
+    wrapper.plan(*lists, *SIZES, PAGE, kv_data_type="int8")
+    smaller = {**scales, "k_scale": 2.5 * 0.05, "v_scale": 1.5 * 0.05}
+    found = wrapper.run_return_lse(q, whole, **smaller)
+    torch.testing.assert_close(found[0], wanted[0], atol=0.2, rtol=0.2)
 
 
 def test_a_graph_finds_later_plans_where_the_first_was() -> None:

@@ -30,6 +30,7 @@ from flashwright.lang.nodes import (
     Statement,
     Tree,
     expressions,
+    statements,
 )
 from flashwright.lang.parse import parse
 from flashwright.program.vocabulary import DTYPES
@@ -173,6 +174,10 @@ def _is_softmax(stmt: Statement) -> bool:
     return isinstance(stmt, Compute) and stmt.operation == "softmax"
 
 
+def _is_scaling(stmt: Statement) -> bool:
+    return isinstance(stmt, Compute) and Name("Scale") in stmt.args
+
+
 def _masked(body: tuple[Statement, ...], mask: MaskText) -> tuple[Statement, ...]:
     """Set the condition of the Mask, the bounds of the loop around it, and what it copies."""
     done: list[Statement] = []
@@ -215,26 +220,41 @@ def _with_own_mask(
 
 
 def _with_converted_keys(body: Body, spec: AttentionSpec) -> Body:
-    """The sketch with K and V of 8 bits, converted in shared memory right before the GEMMs that
-    read them. Their scales are factors of the scores and of O."""
+    """The sketch with K and V of 8 bits, converted in shared memory right before the first GEMM
+    that reads them. Their scales are factors of the scores and of O."""
     head = "head_idx" if spec.kv_heads == spec.heads else "kv_head" if spec.kv_heads > 1 else "0"
 
     def scaled(tile: str, name: str) -> Body:
-        return parse(f"Compute {tile} * {name}[batch_idx, {head}] and get new {tile}").body
+        scale = spec.scales[name]
+        return parse(f"Compute {tile} * {scale}[batch_idx, {head}] and get new {tile}").body
 
-    for name in ("K", "V"):
+    kept = ("K", "V")
+    loaded = [s for s in statements(body) if isinstance(s, Copy) and s.name.id in kept]
+    for name in [(s.target or s.name).id for s in loaded]:
         copies = f"Copy {name} from shared to register\n"
         copies += f"Copy {name} from register to shared and get {name}16"
-        shared, converted = Name(f"{name}_shared"), Name(f"{name}16_shared")
+        tile, converted = Name(f"{name}_shared"), Name(f"{name}16_shared")
+        body = _before_reader(body, tile, parse(copies).body)
+        body = tuple(substituted(stmt, {tile: converted}) for stmt in body)
+    body = _insert(body, _is_scaling, scaled("S", "K"), ())
+    after = scaled("O_register", "K" if spec.latent else "V")
+    return _insert(body, lambda s: isinstance(s, For), (), after)
 
-        def reads(stmt: Statement, shared: Name = shared) -> bool:
-            return isinstance(stmt, Compute) and shared in expressions(stmt)
 
-        body = _insert(
-            body, reads, parse(copies).body, scaled("S", "KDescale") if name == "K" else ()
-        )
-        body = tuple(substituted(stmt, {shared: converted}) for stmt in body)
-    return _insert(body, lambda s: isinstance(s, For), (), scaled("O_register", "VDescale"))
+def _before_reader(body: Body, tile: Expr, inserted: Body) -> Body:
+    """Put statements before the first Compute of each block that reads a tile."""
+    done: list[Statement] = []
+    found = False
+    for stmt in body:
+        if isinstance(stmt, For):
+            stmt = replace(stmt, body=_before_reader(stmt.body, tile, inserted))
+        elif isinstance(stmt, If):
+            stmt = replace(stmt, then=_before_reader(stmt.then, tile, inserted))
+        elif not found and isinstance(stmt, Compute) and tile in expressions(stmt):
+            done += inserted
+            found = True
+        done.append(stmt)
+    return tuple(done)
 
 
 def _with_extras(work: Workload, mods: Mods) -> Workload:

@@ -114,7 +114,8 @@ def enumerate_tilings(workload: Workload, gpu: Gpu) -> list[Tiling]:
     stages: tuple[int, ...] = (1, 2, 3, 4) if gpu.cp_async or gpu.tma else (1,)
     # With one stage the producer warp and the consumers would wait for each other.
     if takes_wgmma(workload, gpu):
-        stages = (1, 2) if shares_columns(workload, gpu) else (2, 3, 4)
+        wide = shares_columns(workload, gpu) and workload.kv_dtype is None  # little room
+        stages = (1, 2) if wide else (2, 3, 4)
     rows, keys = workload.listed or (0, 0)  # 0 is a multiple of everything
     return [
         Tiling(bm, bn, ahead, warps)

@@ -276,10 +276,11 @@ class _Completion:
 
     def _copied_ahead(self, stmt: Copy) -> bool:
         """Whether a tile has a number for each score or each key, on Hopper."""
-        wanted = (stmt.source, stmt.dest) == ("global", "register")
+        if (stmt.source, stmt.dest) != ("global", "register"):
+            return False
         sizes = self.tensors[split(stmt.name.id)[0]].sizes
         hopper = uses_wgmma(self.decision.workload, self.tiling, self.gpu)
-        return wanted and sizes[-1] == "kv_len" and hopper
+        return sizes[-1] == "kv_len" and hopper
 
     def _copy(self, stmt: Copy, loop: str | None) -> Copy:
         tensor = self.tensors[split(stmt.name.id)[0]]

@@ -7,7 +7,7 @@ from functools import cache
 
 from flashwright.gpu import Gpu
 
-ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
+ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
 
 # Hopper has no mma.sync for fp8: ptxas converts the operands to f16, twice as large, beside the
 # slices of operands that a thread holds already (see Gpu.registers).
@@ -194,7 +194,7 @@ def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
     if workload.kv_dtype is not None:  # and what K and V are converted to
         converted = 2 if uses_wgmma(workload, tiling, gpu) else 1
         bytes_of_column = tiling.stages * ELEMENT_BYTES[workload.kv_dtype] + converted * size
-        shared = queries + bn * (qk_dim + v_dim) * bytes_of_column
+        shared = queries + bn * columns * bytes_of_column
     tiles = bm * v_dim * 4 + bm * bn * (4 + workload.score_bytes)
     if uses_wgmma(workload, tiling, gpu):  # copied ahead; of vectors a few numbers at a time
         shared += tiling.stages * bn * (bm * workload.score_bytes + 4 * workload.key_vectors)

@@ -229,9 +229,15 @@ _SEQUENCES: tuple[tuple[Meaning, tuple[str, ...]], ...] = (
             rf"page size{OF}{N}",
         ),
     ),
-    (
-        _says(kv_dtype="fp8"),
-        (rf"fp ?8 (?:(?:{KV} )?cache|keys and values)", rf"{KV}(?: cache)? in fp ?8"),
+    *(
+        (
+            _says(kv_dtype=f"{kind}8"),
+            (
+                rf"{kind} ?8 (?:(?:{KV} )?cache|keys and values)",
+                rf"{KV}(?: cache)? in {kind} ?8",
+            ),
+        )
+        for kind in ("fp", "int")
     ),
 )
 

@@ -5,7 +5,34 @@
 
 namespace fw {
 
-// Four 8-bit numbers as pairs of fp16, which has all of them.
+// A whole number from -128 to 127. A float becomes the nearest one, of two the even one; what is no number becomes 0.
+struct int8 {
+  int8_t number;
+
+  int8() = default;
+  __device__ explicit int8(float x) : number(static_cast<int8_t>(::min(::max(__float2int_rn(x), -128), 127))) {}
+  __device__ operator float() const { return number; }
+};
+
+// Four whole numbers as two pairs of 16 bits. As the last bits of a mantissa they count ones.
+template <class To>
+__device__ void convert_whole(uint32_t four, uint32_t (&pair)[2]) {
+  constexpr bool brain = cute::is_same_v<To, bf16>;
+  uint32_t const bytes = brain ? four : four ^ 0x80808080u;  // in fp16 128 is added
+  CUTE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    uint32_t const both = __byte_perm(bytes, brain ? 0x43434343u : 0x64646464u, i == 0 ? 0x4140 : 0x4342);
+    if constexpr (brain) {  // seven bits and 128, less 128, or 256 where the sign is set
+      asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+          : "=r"(pair[i])
+          : "r"(both & 0xff80ff80u), "r"(0xbf80bf80u), "r"(both & 0xff7fff7fu));
+    } else {  // eight bits and 1024, less 1152
+      asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pair[i]) : "r"(both), "r"(0x64806480u));
+    }
+  }
+}
+
+// Four 8-bit floats as pairs of fp16, which has all of them.
 #if __CUDA_ARCH__ >= 890
 template <class From>
 __device__ void to_halves(uint32_t four, uint32_t (&pair)[2]) {
@@ -23,9 +50,9 @@ __device__ void to_halves(uint32_t four, uint32_t (&pair)[2]) {
 }
 #endif
 
-// Four 8-bit numbers as two pairs of 16 bits.
+// Four 8-bit floats as two pairs of 16 bits.
 template <class To, class From>
-__device__ void convert_four(uint32_t four, uint32_t (&pair)[2]) {
+__device__ void convert_floats(uint32_t four, uint32_t (&pair)[2]) {
 #if __CUDA_ARCH__ >= 890
   to_halves<From>(four, pair);
   CUTE_UNROLL
@@ -63,6 +90,16 @@ __device__ void convert_four(uint32_t four, uint32_t (&pair)[2]) {
     }
   }
 #endif
+}
+
+// Four 8-bit numbers as two pairs of 16 bits.
+template <class To, class From>
+__device__ void convert_four(uint32_t four, uint32_t (&pair)[2]) {
+  if constexpr (cute::is_same_v<From, int8>) {
+    convert_whole<To>(four, pair);
+  } else {
+    convert_floats<To, From>(four, pair);
+  }
 }
 
 // Which 16-byte chunk of 8-bit elements each thread of a warp takes, in `down` rows of a column of atoms. It becomes two

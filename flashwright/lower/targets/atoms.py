@@ -21,6 +21,7 @@ CPP_TYPES = {
     "e5m2": "fw::e5m2",
     "fp32": "float",
     "int32": "int",
+    "int8": "fw::int8",
 }
 
 ATOMS = {
