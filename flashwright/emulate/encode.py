@@ -189,6 +189,9 @@ class _Encoder:
         return self._room(name, bytes(LANES * size if size else 8))
 
     def _constant(self, value: int, size: int) -> int:
+        """The slot of a constant of `size` bytes; 0 bytes are a predicate."""
+        if not size:
+            return self._room(("predicate", bool(value)), (b"\xff" if value else b"\0") * 8)
         value %= 1 << 8 * size
         return self._room((value, size), value.to_bytes(size, "little") * LANES)
 
