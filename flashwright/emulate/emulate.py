@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from flashwright.build.load import shown_dims
 from flashwright.build.plan_rules import LAYOUTS, caller_order
 from flashwright.emulate.encode import ACQUIRES, MODULE, EncodedKernel, encode
+from flashwright.emulate.launch_limits import check_launch
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.ptx import Instruction
@@ -41,9 +42,6 @@ KINDS = (
 COUNTS = (*("executed", "lanes", "bytes", "wavefronts", "ideal", "sectors", "requests", "waits"),)
 GAP = 1 << 20  # bytes between two tensors, so that an overrun hits no other
 SMS = 3  # few, so that each block of a persistent kernel takes several tiles
-MOST_SHARED = 1 << 20  # bytes of a block: more than any GPU has
-MOST_LOCAL = 1 << 19  # bytes of a thread (CUDA C++ Programming Guide, all of 7.5 to 9.0)
-MOST_BLOCKS = 2**31 - 1
 _ROOM = 256
 _SPARE = bytes(1024)  # after the registers: an instruction may read past the last one
 _SWIZZLES = {0: "none", 32: "32B", 64: "64B", 128: "128B"}
@@ -144,7 +142,7 @@ def launch(
     a wait allows; `random:SEED`, at any moment between, with the warps in any order. Raises Failed
     with FW831 for a launch that no GPU can do.
     """
-    _possible(program, grid, shared)
+    check_launch(program, grid, block, shared)
     kind, seed = schedule_of(schedule)
     names, (code, operands, touched, specials) = program.packed
     registers = np.frombuffer(bytes(program.registers) + _SPARE, np.uint8)
@@ -192,16 +190,6 @@ def launch(
     told.kept = names
     count = machine(told, sizes, known)
     return LaunchResult(_findings(program, count, found), counts)
-
-
-def _possible(program: EncodedKernel, grid: Sequence[int], shared: int) -> None:
-    """Fail with FW831 for sizes beyond the machine's limits, which it does not check itself."""
-    if not 0 <= program.shared + shared <= MOST_SHARED:
-        raise bad(1, f"a block cannot have {program.shared + shared} bytes of shared memory")
-    if program.local > MOST_LOCAL:
-        raise bad(1, f"a thread cannot have {program.local} bytes of local memory")
-    if math.prod(grid) > MOST_BLOCKS:
-        raise bad(1, f"{math.prod(grid)} blocks are more than can be emulated")
 
 
 def schedule_of(text: str) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -92,6 +92,11 @@ class EncodedKernel:
     parameters: tuple[Variable, ...] = ()
     offsets: tuple[int, ...] = ()
     """The byte offsets of the parameters."""
+    entry: str = ""
+    """The name of the kernel."""
+    target: str = ""
+    """The architecture that the PTX is for, such as sm_90a."""
+    directives: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def parameter_bytes(self) -> int:
@@ -114,7 +119,12 @@ def encode(module: Module, entry: Entry) -> EncodedKernel:
 class _Encoder:
     def __init__(self, module: Module, entry: Entry) -> None:
         self.entry = entry
-        self.made = EncodedKernel(parameters=entry.parameters)
+        self.made = EncodedKernel(
+            parameters=entry.parameters,
+            entry=entry.name,
+            target=module.target,
+            directives=entry.directives,
+        )
         self.slots: dict[object, int] = {}
         self.addresses: dict[str, int] = {}
         self.line = 0

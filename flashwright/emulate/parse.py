@@ -40,6 +40,7 @@ _LOC = re.compile(
 )
 _FILE = re.compile(r'\.file\s+(\d+)\s+"((?:[^"\\]|\\.)*)"')
 _ENTRY = re.compile(r"(?:\.(?:visible|weak)\s+)?\.entry\s+([\w$]+)\s*(?:\((.*?)\))?(.*)", re.DOTALL)
+_DIRECTIVE = re.compile(r"\.([a-z]+)\s*(\d+(?:\s*,\s*\d+)*)?")
 _LABEL = re.compile(r"\s*([\w$]+)\s*:(?!:)")
 _WITHOUT_LABELS = re.compile(r"^\s*(?:[\w$]+\s*:(?!:)\s*)*")
 _DEPTH = 32  # of calls inlined into each other
@@ -76,6 +77,7 @@ class _KernelBody:
 
     name: str
     parameters: tuple[Variable, ...]
+    directives: dict[str, tuple[int, ...]]
     registers: dict[str, str] = field(default_factory=dict)
     variables: list[Variable] = field(default_factory=list)
     code: list[Instruction] = field(default_factory=list)
@@ -150,7 +152,8 @@ class _Parser:
         if entry is None:
             raise bad(line, f"only kernels can be executed, not `{text.split('(')[0][:60]}`")
         parts = [p.strip() for p in (entry[2] or "").split(",") if p.strip()]
-        self.body = _KernelBody(entry[1], tuple(self._variable(line, p) for p in parts))
+        parameters = tuple(self._variable(line, p) for p in parts)
+        self.body = _KernelBody(entry[1], parameters, _directives(entry[3]))
 
     def _close(self, line: int) -> None:
         body = self.body
@@ -166,6 +169,7 @@ class _Parser:
             tuple(body.variables),
             tuple(body.code),
             body.labels,
+            body.directives,
         )
         self.body, self.source_lines = None, ()
 
@@ -364,6 +368,14 @@ class _Operands:
             coordinates = self._vector()
         self._take("]")
         return Address(base, offset, coordinates)
+
+
+def _directives(text: str) -> dict[str, tuple[int, ...]]:
+    """The directives between a kernel's parameters and its body, with their numbers."""
+    return {
+        name: tuple(int(n) for n in re.findall(r"\d+", numbers))
+        for name, numbers in _DIRECTIVE.findall(text)
+    }
 
 
 def _without_comments(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,8 @@ class Entry:
     code: tuple[Instruction, ...]
     labels: Mapping[str, int]
     """The index of the instruction behind each label."""
+    directives: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """What it demands of a launch, such as maxntid: the numbers behind each directive."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def operand_width(name: str, number: int, count: int, size: int) -> int:
         return 4
     if first in ("bfe", "bfi") and number >= count - 2:
         return 4
-    if first == "match" and number == count - 1:
+    if first in ("match", "mapa") and number == count - 1:
         return 4
     if name.startswith("mad.wide") and number == 3:
         return 2 * size

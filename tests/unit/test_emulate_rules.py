@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.unit.ptx_kernels import run, store
+from flashwright.lang.diagnostic import Failed
+from tests.unit.ptx_kernels import kinds, run, store
 
 # --- predicates that are constants ------------------------------------------------------------
 
@@ -62,3 +63,31 @@ def test_a_constant_predicate_holds_for_all_lanes(text: str, wanted: int) -> Non
     out = np.zeros(32, np.uint32)
     assert not run("setp.eq.u32 %p0, %r0, %r0;\n" + text + store(), out).findings
     assert (out == wanted).all()
+
+
+def test_another_block_of_the_cluster_is_out_of_bounds() -> None:
+    text = "mov.u32 %r2, 0;\nmapa.shared::cluster.u32 %r1, %r2, {};"
+    assert not run(text.format(0), np.zeros(32, np.uint32)).findings
+    assert kinds(run(text.format(1), np.zeros(32, np.uint32))) == {"out_of_bounds"}
+
+
+# --- launches that are refused ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("directives", "words"),
+    [
+        (".explicitcluster\n.reqnctapercluster 2, 1, 1", "its clusters have 2, 1, 1 blocks"),
+        (".reqnctapercluster 1, 4", "its clusters have 1, 4 blocks"),
+        (".maxntid 128\n.explicitcluster", "demands a cluster size of its launch"),
+        (".explicitcluster\n.reqnctapercluster 1, 1, 1", ""),
+    ],
+)
+def test_clusters_of_several_blocks_are_refused(directives: str, words: str) -> None:
+    out = np.zeros(32, np.uint32)
+    if not words:
+        assert not run(store("%r0"), out, directives=directives).findings
+        return
+    with pytest.raises(Failed, match=f"k cannot be launched: .*{words}"):
+        run(store("%r0"), out, directives=directives)
+    assert not out.any(), "nothing has run"

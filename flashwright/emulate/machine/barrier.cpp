@@ -118,7 +118,10 @@ void fence_proxy(Context& c, const int32_t*, uint32_t) {
 // Clusters are of one block: another block's shared memory is one's own.
 template <class T>
 void map_address(Context& c, const int32_t* o, uint32_t mask) {
-  for_lanes(mask, [&](int lane) { lanes<T>(c, o[0])[lane] = lanes<T>(c, o[1])[lane]; });
+  for_lanes(mask, [&](int lane) {
+    if (lanes<uint32_t>(c, o[2])[lane] != 0) c.machine->find(c, kOutOfBounds, lane, lanes<T>(c, o[1])[lane]);
+    lanes<T>(c, o[0])[lane] = lanes<T>(c, o[1])[lane];
+  });
 }
 
 void trap(Context& c, const int32_t*, uint32_t mask) {
