@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from flashwright.emulate.emulate import LaunchResult, launch
@@ -19,10 +20,10 @@ BASE = 1 << 20
 def run(
     body: str,
     out: Any,
-    threads: int = 32,
+    threads: int | Sequence[int] = 32,
     schedule: str = "eager",
     shared: int = 0,
-    grid: int = 1,
+    grid: int | Sequence[int] = 1,
     use: int = 1,
     directives: str = "",
 ) -> LaunchResult:
@@ -34,7 +35,8 @@ def run(
     module = parse(text)
     regions = [Region(BASE, out.nbytes, out.ctypes.data, use)]
     program = encode(module, module.entries["k"])
-    return launch(program, regions, struct.pack("<Q", BASE), [grid], [threads], shared, schedule)
+    sizes = [[n] if isinstance(n, int) else n for n in (grid, threads)]
+    return launch(program, regions, struct.pack("<Q", BASE), *sizes, shared, schedule)
 
 
 def store(value: str = "%r1", index: str = "%r0") -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -91,3 +94,40 @@ def test_clusters_of_several_blocks_are_refused(directives: str, words: str) -> 
     with pytest.raises(Failed, match=f"k cannot be launched: .*{words}"):
         run(store("%r0"), out, directives=directives)
     assert not out.any(), "nothing has run"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"grid": 2**31}, "grid.x is 2147483648, and a GPU takes at most 2147483647"),
+        ({"grid": (1, 65536)}, "grid.y is 65536, and a GPU takes at most 65535"),
+        ({"grid": (1, 1, 65536)}, "grid.z is 65536"),
+        ({"grid": (2**20, 2**12)}, "4294967296 blocks are more than can be emulated"),
+        ({"threads": 1025}, "block.x is 1025, and a GPU takes at most 1024"),
+        ({"threads": (2, 1025)}, "block.y is 1025"),
+        ({"threads": (1, 1, 65)}, "block.z is 65, and a GPU takes at most 64"),
+        ({"threads": (32, 33)}, "a block has 1056 threads, and a GPU takes at most 1024"),
+        ({"threads": 160, "directives": ".maxntid 128, 1, 1"}, "__launch_bounds__ allows 128"),
+        ({"threads": 64, "directives": ".reqntid 128"}, "the block is 64, 1, 1, and .reqntid"),
+        ({"shared": 227 * 1024 + 1}, "232449 bytes of shared memory, and sm_90a allows 232448"),
+        ({"shared": -1}, "-1 bytes of shared memory"),
+        ({"body": ".shared .b8 tile[49153];"}, "declares 49153 bytes of shared memory"),
+        ({"body": ".local .b8 own[524289];"}, "524289 bytes of local memory"),
+    ],
+)
+def test_launches_beyond_the_limits_of_a_gpu_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(Failed, match=re.escape(words)):
+        run(out=np.zeros(1, np.uint32), **{"body": "", **given})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"threads": (1, 16, 64), "shared": 227 * 1024},
+        {"threads": 128, "directives": ".maxntid 64, 2"},
+        {"threads": (64, 2), "directives": ".reqntid 64, 2, 1"},
+        {"body": ".shared .b8 tile[49152];", "shared": 1024, "grid": (1, 3, 2)},
+    ],
+)
+def test_launches_within_the_limits_run(given: dict[str, Any]) -> None:
+    assert not run(out=np.zeros(1, np.uint32), **{"body": "", **given}).findings
