@@ -67,6 +67,7 @@ _FEWEST = {
     **dict.fromkeys(("lop3", "bfi"), 5),
 }
 _UNREAD = ("setp", "mov")  # whose results may be `_`
+_MOST_MOVED = 32  # bytes of a lane that one load or store moves
 _SPARE = [0] * 160
 
 
@@ -325,6 +326,8 @@ class _Encoder:
         load = parts[0] == "ld"
         value, where = operands if load else operands[::-1]
         values = flat(value)
+        if len(values) * size > _MOST_MOVED:
+            raise self._unknown()
         width = size
         for register in values:
             if isinstance(register, Register) and register.name != "_":

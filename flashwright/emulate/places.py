@@ -203,6 +203,8 @@ def _told(one: Finding, origin: Origin) -> str:
         return f"executes {one.instruction.opcode} with only a part of its warp"
     if one.kind == "trap":
         return "stops the kernel"
+    if one.kind == "race" and one.other == one.instruction and first > 0:
+        return f"{verb} {count}{where}, where lane {first} writes another value at the same time"
     return {
         "out_of_bounds": f"{verb} {count}{where}, where there is nothing",
         "misaligned": f"{verb} {count}{where}, which is no multiple of {size or 'its size'}",

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flashwright.emulate.places import Origin, diagnostics
 from flashwright.lang.diagnostic import Failed
-from tests.unit.ptx_kernels import kinds, run, store
+from tests.unit.ptx_kernels import SCHEDULES, kinds, run, store
 
 # --- predicates that are constants ------------------------------------------------------------
 
@@ -131,3 +132,65 @@ def test_launches_beyond_the_limits_of_a_gpu_are_refused(given: dict[str, Any], 
 )
 def test_launches_within_the_limits_run(given: dict[str, Any]) -> None:
     assert not run(out=np.zeros(1, np.uint32), **{"body": "", **given}).findings
+
+
+# --- races ------------------------------------------------------------------------------------
+
+SUM = """
+    .shared .align 4 .b32 sum;
+    setp.eq.u32 %p0, %r0, 0;
+    and.b32 %r3, %r0, 31;
+    setp.eq.u32 %p1, %r3, 0;
+    @%p0 st.shared.u32 [sum], 5;
+    BEFORE
+    @%p1 atom.shared.add.u32 %r4, [sum], 1;
+    AFTER
+    @%p0 ld.shared.u32 %r1, [sum];
+"""
+MEET = "bar.sync 0;"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [(MEET, MEET, set()), ("", MEET, {"race", "unwritten"}), (MEET, "", {"race"})],
+)
+def test_atomics_in_shared_memory_race_with_plain_accesses(
+    schedule: str, before: str, after: str, found: set[str]
+) -> None:
+    """One lane of each of three warps adds to a sum that thread 0 sets and reads."""
+    out = np.zeros(96, np.uint32)
+    body = SUM.replace("BEFORE", before).replace("AFTER", after)
+    told = kinds(run(body, out, 96, schedule))
+    assert ("race" in told) == bool(found)
+    assert told <= found
+
+
+def test_an_atomic_changes_only_what_was_written() -> None:
+    body = ".shared .align 4 .b32 sum;\natom.shared.OP.b32 %r1, [sum], %r0;"
+    out = np.zeros(32, np.uint32)
+    assert kinds(run(body.replace("OP", "or"), out)) == {"unwritten"}
+    assert not kinds(run(body.replace("OP", "exch"), out))
+    assert kinds(run("red.global.add.u32 [%rd0], 1;", out, use=2)) == {"unwritten"}
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("st.shared.u32 [tile], %r0;", {"race"}),
+        ("st.shared.u32 [tile], 7;", set()),
+        ("st.global.u32 [%rd0], %r0;", {"race"}),
+        ("st.global.u32 [%rd0], 7;", set()),
+        ("xor.b32 %r1, %r0, 5;\nshl.b32 %r2, %r1, 2;\nst.shared.u32 [%r2], %r0;", set()),
+        ("and.b32 %r1, %r0, 30;\nshl.b32 %r2, %r1, 2;\nst.shared.u32 [%r2], %r0;", {"race"}),
+        ("and.b32 %r1, %r0, 30;\nshl.b32 %r2, %r1, 2;\nst.shared.u32 [%r2], %r1;", set()),
+        ("mov.u32 %r2, tile;\nstmatrix.sync.aligned.m8n8.x1.shared.b16 [%r2], {%r0};", {"race"}),
+    ],
+)
+def test_lanes_that_store_different_values_to_one_address(body: str, found: set[str]) -> None:
+    out = np.zeros(32, np.uint32)
+    result = run(".shared .align 16 .b8 tile[512];\n" + body, out)
+    assert kinds(result) == found
+    if found:
+        (diagnostic,) = diagnostics(result.findings, Origin())
+        assert "writes another value at the same time" in diagnostic.message

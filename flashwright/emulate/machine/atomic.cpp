@@ -1,9 +1,7 @@
 // atom and red: one lane after the other, in the order of their numbers.
 //
-// Among themselves they have no races. Beside plain accesses reductions in global memory may (race.cpp); what atom means to
-// other accesses is up to the program.
-#include <algorithm>
-
+// Among themselves they have no races. Beside plain accesses those in shared memory and reductions in global memory may
+// (race.cpp).
 #include "numbers.h"
 #include "run.h"
 
@@ -74,13 +72,11 @@ void atomic(Context& c, const int32_t* o, uint32_t mask) {
     uint64_t address = address_of(c, o + 5, lane);
     bool shared = o[0] == 1 || (o[0] == 2 && address / kWindow * kWindow == kSharedWindow);
     uint8_t* at = nullptr;
+    if (o[1] != kExchange) c.machine->check_written(c, lane, shared, shared ? address % kWindow : address, bytes);
     if (!shared) {
       at = c.machine->global(c, lane, address, bytes, true, 0, true);
-    } else if ((address %= kWindow) + bytes > c.block->shared.size() || address % bytes != 0) {
-      c.machine->find(c, address % bytes ? kMisaligned : kOutOfBounds, lane, address);
     } else {
-      at = c.block->shared.data() + address;
-      std::fill_n(c.block->written.begin() + address, bytes, 1);
+      at = c.machine->shared(c, lane, address % kWindow, bytes, true, kStrong);
     }
     if (at == nullptr) continue;
     for (int n = 0; n < count; ++n, at += each) {

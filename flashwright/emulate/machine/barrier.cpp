@@ -94,7 +94,7 @@ void arrive(Context& c, const int32_t* o, uint32_t mask) {
     int64_t count = o[4] >= 0 ? lanes<uint32_t>(c, o[4])[lane] : 1;
     arrived(c, lane, address, *barrier, o[6] ? count : 0);
   }
-  ++warp.clock.known[warp.number];  // what it does from here on, those who wait do not know
+  meet(warp);  // what it does from here on, those who wait do not know
 }
 
 // Bytes that a thread says have come. Operands: address, slot of the bytes.
@@ -112,7 +112,7 @@ void fence_proxy(Context& c, const int32_t*, uint32_t) {
   FullWarp& warp = full(c);
   Clock known{{}, warp.clock.known};
   warp.clock.join(known);
-  ++warp.clock.known[warp.number];
+  meet(warp);
 }
 
 // Clusters are of one block: another block's shared memory is one's own.

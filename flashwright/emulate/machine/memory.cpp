@@ -64,15 +64,39 @@ bool Machine::shared_async(Context& context, Accessor who, uint64_t address, int
   return true;
 }
 
-uint8_t* Machine::shared(Context& context, int lane, uint64_t address, int bytes, bool write) {
+uint8_t* Machine::shared(Context& context, int lane, uint64_t address, int bytes, bool write, Strength strength) {
   if (address % bytes != 0) {
     find(context, kMisaligned, lane, address);
     return nullptr;
   }
-  FullWarp& warp = full(context);
-  Accessor who{&warp.clock, warp.number, warp.clock.known[warp.number], warp.number, lane, false};
-  if (!shared_async(context, who, address, bytes, write)) return nullptr;
+  if (!shared_async(context, accessor(full(context), lane, strength), address, bytes, write)) return nullptr;
   return context.block->shared.data() + address;
+}
+
+void Machine::check_written(Context& context, int lane, bool shared, uint64_t address, int bytes) {
+  auto lacks = [&](const std::vector<uint8_t>& marks, uint64_t offset) {
+    return offset + bytes <= marks.size() && std::count(&marks[offset], &marks[offset] + bytes, 0) != 0;
+  };
+  if (shared && lacks(context.block->written, address)) find(context, kUnwritten, lane, address);
+  for (size_t n = 0; !shared && n < regions.size(); ++n) {
+    if (address >= regions[n].base && lacks(filled[n], address - regions[n].base)) {
+      find(context, kUnwritten, lane, address);
+    }
+  }
+}
+
+void Machine::find_conflict(Context& context, const uint64_t* address, uint32_t mask, int bytes,
+                            const std::function<const uint8_t*(int)>& from) {
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    int lane = __builtin_ctz(rest);
+    if (address[lane] / kWindow * kWindow == kLocalWindow) continue;  // each lane has its own
+    for (uint32_t later = rest & (rest - 1); later != 0; later &= later - 1) {
+      int other = __builtin_ctz(later);
+      if (address[lane] != address[other] || std::memcmp(from(lane), from(other), bytes) == 0) continue;
+      find(context, kRace, lane, address[lane], context.instruction, other);
+      return;
+    }
+  }
 }
 
 namespace {
@@ -212,11 +236,17 @@ void load(Context& c, const int32_t* o, uint32_t mask) {
 template <Space kSpace>
 void store(Context& c, const int32_t* o, uint32_t mask) {
   Moved a(o);
+  uint8_t value[kLanes][32];
+  uint64_t address[kLanes];
   access<kSpace>(c, a, mask, true, [&](int lane, uint8_t* to) {
-    for (int n = 0; to != nullptr && n < a.count; ++n) {
-      std::memcpy(to + n * a.bytes, c.warp->registers + a.registers[n] + lane * a.width, a.bytes);
+    for (int n = 0; n < a.count; ++n) {
+      std::memcpy(&value[lane][n * a.bytes], c.warp->registers + a.registers[n] + lane * a.width, a.bytes);
     }
+    if (to != nullptr) std::memcpy(to, value[lane], a.bytes * a.count);
+    if (kSpace != Space::kLocal) address[lane] = address_of(c, a.address, lane);
   });
+  if (kSpace == Space::kLocal) return;  // each lane has its own
+  c.machine->check_conflicts(c, address, mask, a.bytes * a.count, [&](int lane) { return value[lane]; });
 }
 
 // --- matrices of 8 x 8 ----------------------------------------------------------------------------
@@ -269,9 +299,15 @@ void store_matrix(Context& c, const int32_t* o, uint32_t mask) {
       all.element(n, lane, 1) = static_cast<uint16_t>(pair >> 16);
     }
   }
+  uint64_t address[kLanes];
   for (int lane = 0; lane < 8 * all.many; ++lane) {
+    address[lane] = address_of(c, all.address, lane) % kWindow;
     if (all.place[lane] != nullptr) std::memcpy(all.place[lane], all.rows[lane / 8][lane % 8], 16);
   }
+  uint32_t used = all.many == 4 ? kAll : (1u << 8 * all.many) - 1;
+  c.machine->check_conflicts(c, address, used, 16, [&](int lane) {
+    return reinterpret_cast<const uint8_t*>(all.rows[lane / 8][lane % 8]);
+  });
 }
 
 // --- copies that are waited for later -------------------------------------------------------------
@@ -316,8 +352,7 @@ void wait_all(Context& c, const int32_t*, uint32_t) {
 
 void nothing(Context&, const int32_t*, uint32_t) {}
 
-// Lanes of a warp meet: what each of them did before, the others know.
-void meet(Context& c, const int32_t*, uint32_t) { ++full(c).clock.known[c.warp->number]; }
+void meet_lanes(Context& c, const int32_t*, uint32_t) { meet(full(c)); }
 
 template <uint64_t window, bool to>
 void convert(Context& c, const int32_t* o, uint32_t mask) {
@@ -380,7 +415,7 @@ void add_memory(Table& table) {
   table["cp.async.wait_group"] = wait_group;
   table["cp.async.wait_all"] = wait_all;
   table["membar"] = table["fence"] = table["nothing"] = nothing;
-  table["bar.warp"] = meet;
+  table["bar.warp"] = meet_lanes;
   table["cvta.shared.u64"] = convert<kSharedWindow, false>;
   table["cvta.to.shared.u64"] = convert<kSharedWindow, true>;
   table["cvta.local.u64"] = convert<kLocalWindow, false>;

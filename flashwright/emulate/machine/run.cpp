@@ -139,7 +139,7 @@ struct Runner {
     warp.cluster = barrier.generation;
     ++block.events;
     if (barrier.arrived < barrier.wanted) {
-      ++warp.clock.known[warp.number];  // what it does from here on, those who wait do not know
+      meet(warp);  // what it does from here on, those who wait do not know
       if (waits) {
         warp.state = State::kBarrier;
         warp.barrier = number;
@@ -158,14 +158,14 @@ struct Runner {
       }
     }
     if (waits) pass(warp, barrier.done);
-    else ++warp.clock.known[warp.number];
+    else meet(warp);
     return false;
   }
 
   // Behind a barrier a warp knows what all who came there knew, and its own time moves on.
   static void pass(FullWarp& warp, const Clock& known) {
     warp.clock.join(known);
-    ++warp.clock.known[warp.number];
+    meet(warp);
   }
 
   bool wait_cluster(Context& c) {

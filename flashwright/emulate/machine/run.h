@@ -65,8 +65,13 @@ struct Access {
   int32_t instruction = -1;
   int16_t agent = -1;
   int8_t lane = -1;    // -2: several
-  uint8_t bytes = 0;   // a bit for each
+  uint8_t bytes = 0;   // a bit for each; kVolatileBit for what is in `atomics`, kStrongBit for what is in `reads`
 };
+constexpr uint8_t kVolatileBit = 0x10, kStrongBit = 0x20;
+
+// Accesses of which one may happen beside another without a race. Volatile ones are strong between warps, but
+// do not order the lanes of a warp.
+enum Strength : int32_t { kWeak, kVolatile, kStrong };
 
 // Who accesses, as what.
 struct Accessor {
@@ -76,6 +81,8 @@ struct Accessor {
   int warp;
   int lane;  // -1 for what is not done by one lane
   bool async;  // through the asynchronous proxy
+  uint32_t met = 0;  // the time since when the lanes of the warp have not met
+  Strength strength = kWeak;
 };
 
 // --- what is under way ----------------------------------------------------------------------------
@@ -137,6 +144,7 @@ struct FullWarp : Warp {
   bool give_up = false;             // its next try to wait is in vain
   uint32_t cluster = 0;             // the generation of the cluster's barrier that it waits for
   Clock clock;
+  uint32_t met = 1;                 // its time when its lanes last met
   Queue copies, products, stores;
   uint32_t fences = 1;              // of wgmma
   std::vector<Wrote> wrote;         // by slot / 8: who wrote a register, and after how many fences
@@ -172,6 +180,7 @@ struct Block {
   std::vector<Load> loads;
   std::vector<Access> writes;  // of each word of shared memory the last one
   std::vector<Access> reads;   // and of each word by each warp
+  std::vector<Access> atomics;  // strong writes of each word by each warp; empty until there are any
   int agents = 0;
   int64_t events = 0;  // what somebody may have waited for
 
@@ -228,9 +237,26 @@ struct Machine {
                   bool reduces = false);
   // Finds reductions and plain accesses to the same words that nothing orders.
   void visit(Context& context, int lane, size_t region, uint64_t offset, int bytes, bool reduces);
-  uint8_t* shared(Context& context, int lane, uint64_t address, int bytes, bool write);
+  uint8_t* shared(Context& context, int lane, uint64_t address, int bytes, bool write, Strength strength = kWeak);
+  // Tells a change of what was never written.
+  void check_written(Context& context, int lane, bool shared, uint64_t address, int bytes);
   // The same for asynchronous work of a group or an mbarrier.
   bool shared_async(Context& context, Accessor who, uint64_t address, int bytes, bool write);
+  // Tells lanes that store different bytes to the same address in one instruction: which of them wins is unknown.
+  // `from` gives a lane's bytes.
+  template <class F>
+  void check_conflicts(Context& context, const uint64_t* address, uint32_t mask, int bytes, F&& from) {
+    uint64_t last = 0;
+    bool rising = true;
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+      uint64_t next = address[__builtin_ctz(rest)];
+      rising &= next > last || rest == mask;
+      last = next;
+    }
+    if (!rising) find_conflict(context, address, mask, bytes, from);
+  }
+  void find_conflict(Context& context, const uint64_t* address, uint32_t mask, int bytes,
+                     const std::function<const uint8_t*(int)>& from);
   // Work that may be done at any time until its group is waited for.
   void begin(Queue& queue, std::function<void()> work);
   void load(Block& block, std::function<void()> land);
@@ -238,6 +264,13 @@ struct Machine {
 };
 
 inline FullWarp& full(const Context& context) { return *static_cast<FullWarp*>(context.warp); }
+
+inline Accessor accessor(const FullWarp& warp, int lane, Strength strength = kWeak) {
+  return {&warp.clock, warp.number, warp.clock.known[warp.number], warp.number, lane, false, warp.met, strength};
+}
+
+// The lanes of a warp meet: what each of them did before, the others know.
+inline void meet(FullWarp& warp) { warp.met = ++warp.clock.known[warp.number]; }
 
 // The address of an operand (slot, bytes of the register, offset) in a lane.
 inline uint64_t address_of(Context& c, const int32_t* o, int lane) {
