@@ -35,7 +35,14 @@ _IDLE = re.compile(
     r"\.(?:aligned|uni|volatile|relaxed|acquire|release|gpu|cta|sys|weak|nc|ca|cg|cs|cv|wb|wt|lu"
     r"|L1::\w+|L2::\w+|L2_\w+|level::\w+)(?![\w:])"
 )
-_NOTHING = ("membar", "fence", "prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "nanosleep")
+_NOTHING = ("prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "nanosleep")
+_NO_FENCE = ("fence.proxy", "fence.mbarrier_init")  # which order nothing between threads
+_ORDERS = (
+    "volatile",
+    "relaxed",
+    "acquire",
+    "release",
+)  # of accesses that may tell others something
 _AXES = ("x", "y", "z")
 # In the order of launch.cpp's `special`.
 SPECIALS = (
@@ -274,7 +281,9 @@ class _Encoder:
             self._emit("trap", [])
         elif name.startswith("fence.proxy.async"):
             self._emit("fence.proxy.async", [])
-        elif first in _NOTHING or name.startswith("cp.async.bulk.prefetch"):
+        elif first == "membar" or (first == "fence" and not name.startswith(_NO_FENCE)):
+            self._emit("fence", [])
+        elif first in ("fence", *_NOTHING) or name.startswith("cp.async.bulk.prefetch"):
             self._emit("nothing", [])
         elif first in _SPECIAL:
             _SPECIAL[first](self, name, one.operands)
@@ -334,14 +343,15 @@ class _Encoder:
                 width = self._bytes_of(register.name)
         slots = [self._slot(v, width) for v in values]
         header = [size, width, int(kind[0] == "s"), len(slots)]
-        spelled = f"{parts[0]}.{space}" if space else parts[0]
-        if spelled == "ld.global" and self._acquires():
-            spelled = ACQUIRES
+        order = self._order() if space in ("", "global", "shared") else []
+        spelled = ".".join([parts[0], *order, *([space] if space else [])])
         self._emit(spelled, [*header, *slots, *self._address(where)])
 
-    def _acquires(self) -> bool:
+    def _order(self) -> list[str]:
+        """The part of the opcode that says how an access is ordered."""
         assert self.now is not None
-        return ".acquire" in self.now.opcode
+        parts = self.now.opcode.split(".")
+        return [order for order in _ORDERS if order in parts][:1]
 
     def _matrices(self, name: str, operands: Sequence[Operand]) -> None:
         kind = name.partition(".")[0]
@@ -354,6 +364,9 @@ class _Encoder:
     def _atomic(self, name: str, operands: Sequence[Operand]) -> None:
         kind, *parts = name.replace(".noftz", "").split(".")
         space = 1 if "shared" in parts else 0 if "global" in parts else 2
+        both, order = "acq_rel" in parts, self._order()
+        acquires, releases = (both or order == [name] for name in ("acquire", "release"))
+        space += 4 * acquires + 8 * releases
         count = _ADDED_AT_ONCE.get(name, 1)
         if count > 1:
             parts.pop(-2)
@@ -424,7 +437,7 @@ class _Encoder:
         if kind == "cluster":
             self._emit("", [], CLUSTER_ARRIVE if ".arrive" in name else CLUSTER_WAIT)
         elif kind == "warp":
-            self._emit("bar.warp", [])
+            self._emit("bar.warp", [self._slot(operands[0], 4)])
         elif kind in ("sync", "arrive"):
             numbers = [o.value if isinstance(o, Immediate) else ~self._slot(o, 4) for o in operands]
             self._emit("", [*numbers, 0][:2], SYNC if kind == "sync" else ARRIVE)

@@ -73,18 +73,6 @@ uint8_t* Machine::shared(Context& context, int lane, uint64_t address, int bytes
   return context.block->shared.data() + address;
 }
 
-void Machine::check_written(Context& context, int lane, bool shared, uint64_t address, int bytes) {
-  auto lacks = [&](const std::vector<uint8_t>& marks, uint64_t offset) {
-    return offset + bytes <= marks.size() && std::count(&marks[offset], &marks[offset] + bytes, 0) != 0;
-  };
-  if (shared && lacks(context.block->written, address)) find(context, kUnwritten, lane, address);
-  for (size_t n = 0; !shared && n < regions.size(); ++n) {
-    if (address >= regions[n].base && lacks(filled[n], address - regions[n].base)) {
-      find(context, kUnwritten, lane, address);
-    }
-  }
-}
-
 void Machine::find_conflict(Context& context, const uint64_t* address, uint32_t mask, int bytes,
                             const std::function<const uint8_t*(int)>& from) {
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
@@ -101,8 +89,10 @@ void Machine::find_conflict(Context& context, const uint64_t* address, uint32_t 
 
 namespace {
 
-// kOrdered: global memory, by a load that orders threads as reductions do.
-enum class Space { kGlobal, kOrdered, kShared, kGeneric, kParameter, kLocal };
+enum class Space { kGlobal, kShared, kGeneric, kParameter, kLocal };
+
+// By which others may be told something; kOrdered is ld.acquire or st.release.
+enum class Order { kPlain, kVolatile, kRelaxed, kOrdered };
 
 uint8_t* within(Context& c, uint8_t* data, size_t size, int lane, uint64_t address, int bytes) {
   if (address + bytes <= size) return data + address;
@@ -123,7 +113,7 @@ uint8_t* local(Context& c, int lane, uint64_t address, int bytes) {
 
 Space resolve(Space space, uint64_t& address) {
   if (space != Space::kGeneric) {
-    if (space != Space::kGlobal && space != Space::kOrdered) address %= kWindow;
+    if (space != Space::kGlobal) address %= kWindow;
     return space;
   }
   uint64_t window = address / kWindow * kWindow;
@@ -134,13 +124,24 @@ Space resolve(Space space, uint64_t& address) {
   return Space::kGlobal;
 }
 
+template <Order kOrder>
 uint8_t* at(Context& c, Space space, int lane, uint64_t address, int bytes, bool write) {
+  constexpr Strength kStrength =
+      kOrder == Order::kPlain ? kWeak : kOrder == Order::kVolatile ? kVolatile : kStrong;
   switch (space) {
     case Space::kParameter: return parameter(c, lane, address, bytes);
     case Space::kLocal: return local(c, lane, address, bytes);
-    case Space::kShared: return c.machine->shared(c, lane, address, bytes, write);
-    default: return c.machine->global(c, lane, address, bytes, write, 0, space == Space::kOrdered);
+    case Space::kShared: return c.machine->shared(c, lane, address, bytes, write, kStrength);
+    default: return c.machine->global(c, lane, address, bytes, write, 0, kOrder != Order::kPlain);
   }
+}
+
+template <Order kOrder>
+void hand_on(Context& c, Space space, uint64_t address, bool write) {
+  if (kOrder == Order::kPlain || !c.machine->hands_on) return;
+  uint64_t flag = space == Space::kShared ? kSharedWindow + address : address;
+  if (write) c.block->write_flag(full(c), flag, kOrder == Order::kOrdered, false);
+  else c.block->read_flag(full(c), flag, kOrder == Order::kOrdered);
 }
 
 // --- what it costs --------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ void count(Context& c, Space space, const Traffic& traffic, int bytes) {
   Counts& counts = c.machine->counts[c.instruction];
   counts.bytes += int64_t{bytes} * traffic.count;
   if (space == Space::kShared) traffic.shared(counts, bytes);
-  if (space == Space::kGlobal || space == Space::kOrdered) traffic.global(counts);
+  if (space == Space::kGlobal) traffic.global(counts);
 }
 
 // --- loads and stores -----------------------------------------------------------------------------
@@ -206,7 +207,7 @@ struct Moved {
 };
 
 // Calls move(lane, bytes in memory or null) for every lane.
-template <Space kSpace, class Move>
+template <Space kSpace, Order kOrder, class Move>
 void access(Context& c, const Moved& a, uint32_t mask, bool write, Move move) {
   Traffic traffic;
   Space space = kSpace;
@@ -215,15 +216,16 @@ void access(Context& c, const Moved& a, uint32_t mask, bool write, Move move) {
     uint64_t address = address_of(c, a.address, lane);
     space = resolve(kSpace, address);
     traffic.address[traffic.count++] = address;
-    move(lane, at(c, space, lane, address, a.bytes * a.count, write));
+    move(lane, at<kOrder>(c, space, lane, address, a.bytes * a.count, write));
+    hand_on<kOrder>(c, space, address, write);
   }
   count(c, space, traffic, a.bytes * a.count);
 }
 
-template <Space kSpace>
+template <Space kSpace, Order kOrder = Order::kPlain>
 void load(Context& c, const int32_t* o, uint32_t mask) {
   Moved a(o);
-  access<kSpace>(c, a, mask, false, [&](int lane, const uint8_t* from) {
+  access<kSpace, kOrder>(c, a, mask, false, [&](int lane, const uint8_t* from) {
     for (int n = 0; n < a.count; ++n) {
       uint64_t value = 0;
       if (from != nullptr) std::memcpy(&value, from + n * a.bytes, a.bytes);
@@ -233,12 +235,12 @@ void load(Context& c, const int32_t* o, uint32_t mask) {
   });
 }
 
-template <Space kSpace>
+template <Space kSpace, Order kOrder = Order::kPlain>
 void store(Context& c, const int32_t* o, uint32_t mask) {
   Moved a(o);
   uint8_t value[kLanes][32];
   uint64_t address[kLanes];
-  access<kSpace>(c, a, mask, true, [&](int lane, uint8_t* to) {
+  access<kSpace, kOrder>(c, a, mask, true, [&](int lane, uint8_t* to) {
     for (int n = 0; n < a.count; ++n) {
       std::memcpy(&value[lane][n * a.bytes], c.warp->registers + a.registers[n] + lane * a.width, a.bytes);
     }
@@ -352,6 +354,10 @@ void wait_all(Context& c, const int32_t*, uint32_t) {
 
 void nothing(Context&, const int32_t*, uint32_t) {}
 
+void fence_all(Context& c, const int32_t*, uint32_t) {
+  if (c.machine->hands_on) fence(full(c));
+}
+
 void meet_lanes(Context& c, const int32_t*, uint32_t) { meet(full(c)); }
 
 template <uint64_t window, bool to>
@@ -397,10 +403,23 @@ void finish(Block& block, FullWarp& warp, Queue& queue, size_t kept) {
   ++block.events;
 }
 
+namespace {
+
+template <Order kOrder>
+void add_ordered(Table& table, const std::string& load_name, const std::string& store_name) {
+  table["ld" + load_name + ".global"] = load<Space::kGlobal, kOrder>;
+  table["ld" + load_name + ".shared"] = load<Space::kShared, kOrder>;
+  table["ld" + load_name] = load<Space::kGeneric, kOrder>;
+  table["st" + store_name + ".global"] = store<Space::kGlobal, kOrder>;
+  table["st" + store_name + ".shared"] = store<Space::kShared, kOrder>;
+  table["st" + store_name] = store<Space::kGeneric, kOrder>;
+}
+
+}  // namespace
+
 void add_memory(Table& table) {
   table["ld.param"] = load<Space::kParameter>;
   table["ld.global"] = table["ld.const"] = load<Space::kGlobal>;
-  table["ld.acquire.global"] = load<Space::kOrdered>;
   table["ld.shared"] = load<Space::kShared>;
   table["ld.local"] = load<Space::kLocal>;
   table["ld"] = load<Space::kGeneric>;
@@ -414,7 +433,11 @@ void add_memory(Table& table) {
   table["cp.async.commit_group"] = commit;
   table["cp.async.wait_group"] = wait_group;
   table["cp.async.wait_all"] = wait_all;
-  table["membar"] = table["fence"] = table["nothing"] = nothing;
+  add_ordered<Order::kVolatile>(table, ".volatile", ".volatile");
+  add_ordered<Order::kRelaxed>(table, ".relaxed", ".relaxed");
+  add_ordered<Order::kOrdered>(table, ".acquire", ".release");
+  table["nothing"] = nothing;
+  table["fence"] = fence_all;
   table["bar.warp"] = meet_lanes;
   table["cvta.shared.u64"] = convert<kSharedWindow, false>;
   table["cvta.to.shared.u64"] = convert<kSharedWindow, true>;

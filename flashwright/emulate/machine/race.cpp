@@ -93,6 +93,38 @@ int32_t Block::touch(const Accessor& who, uint64_t address, int bytes, int32_t i
   return other;
 }
 
+namespace {
+
+void learn(FullWarp& warp, const Clock& told) {
+  // What a lane of this warp has released, another one of it may be told.
+  warp.met = std::max(warp.met, Clock::at(told.known, warp.number) + 1);
+  warp.clock.join(told);
+}
+
+}  // namespace
+
+void fence(FullWarp& warp) {
+  learn(warp, warp.seen);
+  warp.seen = {};
+  warp.fence = warp.clock;
+  ++warp.clock.known[warp.number];
+}
+
+void Block::read_flag(FullWarp& warp, uint64_t address, bool acquires) {
+  ++warp.polls;
+  auto found = released.find(address);
+  if (found == released.end()) return;
+  if (acquires) learn(warp, found->second);
+  else warp.seen.join(found->second);
+}
+
+void Block::write_flag(FullWarp& warp, uint64_t address, bool releases, bool changes) {
+  const Clock& told = releases ? warp.clock : warp.fence;
+  if (!changes) released.erase(address);
+  if (!told.known.empty()) released[address].join(told);
+  if (releases) ++warp.clock.known[warp.number];
+}
+
 void Machine::visit(Context& context, int lane, size_t region, uint64_t offset, int bytes, bool reduces) {
   FullWarp& warp = full(context);
   Accessor who = accessor(warp, lane);

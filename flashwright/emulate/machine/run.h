@@ -125,7 +125,8 @@ struct Load {  // by TMA, on its way
 struct Fragment {  // lanes of a warp that are at the same place
   int32_t at;
   uint32_t mask;
-  bool parked = false;
+  bool parked = false;  // waits at an mbarrier
+  bool held = false;    // waits for other lanes of the warp, to execute an instruction together
 };
 
 enum class State { kReady, kBarrier, kMbarrier, kCluster, kProduct, kDone };
@@ -143,7 +144,13 @@ struct FullWarp : Warp {
   uint64_t barrier = 0;             // the number or the address of what it waits at
   bool give_up = false;             // its next try to wait is in vain
   uint32_t cluster = 0;             // the generation of the cluster's barrier that it waits for
+  std::array<uint32_t, 17> arrived{};  // at each barrier: 1 + the generation in which it came there last
   Clock clock;
+  Clock fence;                      // what it knew at its last fence: what a relaxed store tells those who read it
+  Clock seen;                       // what it has read by relaxed loads: known from the next fence on
+  int polls = 0;                    // atomic loads and changes since it had its turn
+  bool polled = false;              // whether these ended its turn
+  int leader = -1;                  // the lane whose fragment goes on first, or -1: the one that is furthest behind
   uint32_t met = 1;                 // its time when its lanes last met
   Queue copies, products, stores;
   uint32_t fences = 1;              // of wgmma
@@ -154,7 +161,7 @@ struct FullWarp : Warp {
 };
 
 struct Barrier {
-  int wanted = 0, arrived = 0;
+  int wanted = 0, arrived = 0;  // 0 wanted: all threads that are still there
   uint32_t generation = 0;
   Clock clock, done;
 };
@@ -178,6 +185,7 @@ struct Block {
   std::array<Barrier, 17> barriers;  // the last one is the cluster's
   std::map<uint32_t, Mbarrier> mbarriers;
   std::vector<Load> loads;
+  std::map<uint64_t, Clock> released;  // by address: what those who read there learn (read_flag)
   std::vector<Access> writes;  // of each word of shared memory the last one
   std::vector<Access> reads;   // and of each word by each warp
   std::vector<Access> atomics;  // strong writes of each word by each warp; empty until there are any
@@ -187,7 +195,12 @@ struct Block {
   void start();
   // Notes an access. The instruction that it collides with, or -1; `unfenced` where only a proxy fence lacks.
   int32_t touch(const Accessor& who, uint64_t address, int bytes, int32_t instruction, bool write, bool& unfenced);
+  // An atomic load: what those who wrote there have released, the warp knows, at once or from its next fence on.
+  void read_flag(FullWarp& warp, uint64_t address, bool acquires);
+  // An atomic store, or a change: it releases what the warp knows, or what it knew at its last fence.
+  void write_flag(FullWarp& warp, uint64_t address, bool releases, bool changes);
 };
+void fence(FullWarp& warp);
 
 // Accesses to a word of global memory: by which block (-1: none, -2: several), its last one and the last one of another
 // warp.
@@ -205,7 +218,11 @@ struct Code {
   int32_t negated;
   int32_t control;       // 0, or which kind of jump or wait it is
   int32_t touched, wrote, read;  // registers: where they are listed, how many are written, how many read
+  int32_t meets;                 // which lanes execute it together: of Meeting
 };
+
+// With all lanes of the warp, or with those that the last operand names.
+enum Meeting : int32_t { kAlone, kWithWarp, kWithMembers };
 
 enum Control : int32_t {
   kNormal, kBranch, kExit, kBarrierSync, kBarrierArrive, kMbarrierWait, kClusterArrive, kClusterWait, kProductWait,
@@ -226,6 +243,7 @@ struct Machine {
   std::set<std::pair<int32_t, int32_t>> told;
   int64_t echoes = 0;
   std::vector<Counts> counts;
+  bool hands_on = false;  // whether threads may tell others something by atomic accesses
   Schedule schedule = kEager;
   std::mt19937_64 random;
   bool stopped = false;
@@ -238,8 +256,6 @@ struct Machine {
   // Finds reductions and plain accesses to the same words that nothing orders.
   void visit(Context& context, int lane, size_t region, uint64_t offset, int bytes, bool reduces);
   uint8_t* shared(Context& context, int lane, uint64_t address, int bytes, bool write, Strength strength = kWeak);
-  // Tells a change of what was never written.
-  void check_written(Context& context, int lane, bool shared, uint64_t address, int bytes);
   // The same for asynchronous work of a group or an mbarrier.
   bool shared_async(Context& context, Accessor who, uint64_t address, int bytes, bool write);
   // Tells lanes that store different bytes to the same address in one instruction: which of them wins is unknown.
