@@ -199,6 +199,8 @@ def _told(one: Finding, origin: Origin) -> str:
         return _waits(one)
     if one.kind in _BOXES and second and "bulk.tensor" in one.instruction.opcode:
         return _box(one, origin)
+    if one.kind == "divergent" and one.lane >= 0:
+        return f"executes {one.instruction.opcode} with the mask {one.address:#x}, without itself"
     if one.kind == "divergent":
         return f"executes {one.instruction.opcode} with only a part of its warp"
     if one.kind == "trap":

@@ -193,3 +193,39 @@ def test_lanes_that_store_different_values_to_one_address(body: str, found: set[
     if found:
         (diagnostic,) = diagnostics(result.findings, Origin())
         assert "writes another value at the same time" in diagnostic.message
+
+
+# --- lanes that execute an instruction together -----------------------------------------------
+
+HALF = "setp.lt.u32 %p0, %r0, 16;\n"
+MASKED = (
+    "shfl.sync.bfly.b32 %r1, %r0, 1, 31, MASK;",
+    "vote.sync.ballot.b32 %r1, %p1, MASK;",
+    "bar.warp.sync MASK;",
+    "match.any.sync.b32 %r1, %r0, MASK;",
+    "redux.sync.add.u32 %r1, %r0, MASK;",
+    "elect.sync _|%p1, MASK;",
+)
+
+
+@pytest.mark.parametrize("text", MASKED)
+@pytest.mark.parametrize(
+    ("form", "mask", "words"),
+    [
+        ("{}", "-1", ""),
+        ("{}", "0xfffffffe", "thread 0 .* with the mask 0xfffffffe, without itself"),
+        ("@%p0 {}", "0xffff", ""),
+        ("@%p0 {}", "-1", "warp 0 .* with only a part of its warp"),
+        ("@%p0 bra OVER;\n{}\nOVER:\n", "0xffff0000", ""),
+        ("@%p0 bra OVER;\n{}\nOVER:\nbar.sync 0;", "-1", "with only a part of its warp"),
+        ("@%p0 ret;\n{}", "-1", ""),
+    ],
+)
+def test_masks_name_the_lanes_that_execute_an_instruction(
+    text: str, form: str, mask: str, words: str
+) -> None:
+    body = HALF + "mov.pred %p1, %p0;\n" + form.format(text.replace("MASK", mask))
+    result = run(body, np.zeros(32, np.uint32))
+    assert kinds(result) == ({"divergent"} if words else set())
+    if words:
+        assert re.search(words, diagnostics(result.findings, Origin())[0].message)

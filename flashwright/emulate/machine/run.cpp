@@ -74,6 +74,7 @@ struct Runner {
         alone = false;
         --steps;
         if (mask != 0) step(context, code, mask);
+        if (mask != 0 && code.meets == kWithMembers) check_members(context, code, mask, now.mask);
         if (code.control == kNormal) {
           if (mask != 0) code.run(context, operands, mask);
           ++now.at;
@@ -104,6 +105,23 @@ struct Runner {
     if (code.meets == kWithWarp) return others;
     int32_t members = machine.operands[code.first + code.count - 1];
     return others & lanes<uint32_t>(c, members)[__builtin_ctz(mask)];
+  }
+
+  // Lanes are among those that they name, and these execute the instruction, unless they have exited.
+  void check_members(Context& c, const Code& code, uint32_t mask, uint32_t here) {
+    const uint32_t* named = lanes<uint32_t>(c, machine.operands[code.first + code.count - 1]);
+    uint32_t outside = 0, absent = 0;
+    for (int lane = 0; lane < kLanes; ++lane) outside |= (~named[lane] >> lane & 1) << lane;
+    outside &= mask;
+    if (outside != 0) {
+      int lane = __builtin_ctz(outside);
+      machine.find(c, kDivergent, lane, named[lane]);
+      return;
+    }
+    if (mask == kAll) return;
+    uint32_t others = (here | lanes_of(full(c))) & ~mask;
+    for_lanes(mask, [&](int lane) { absent |= named[lane] & others; });
+    if (absent != 0) machine.find(c, kDivergent, -1, absent);
   }
 
   // The lanes that go on. Where all of them wait to meet others: those for which nobody is missing any more, else, unless
