@@ -281,6 +281,8 @@ class _Encoder:
             self._emit("trap", [])
         elif name.startswith("fence.proxy.async"):
             self._emit("fence.proxy.async", [])
+        elif name.startswith("fence.mbarrier_init"):
+            self._emit("fence.mbarrier_init", [])
         elif first == "membar" or (first == "fence" and not name.startswith(_NO_FENCE)):
             self._emit("fence", [])
         elif first in ("fence", *_NOTHING) or name.startswith("cp.async.bulk.prefetch"):

@@ -205,6 +205,9 @@ def _told(one: Finding, origin: Origin) -> str:
         return f"executes {one.instruction.opcode} with only a part of its warp"
     if one.kind == "trap":
         return "stops the kernel"
+    if one.kind == "proxy" and one.other and one.other.opcode.startswith("mbarrier.init"):
+        barrier = f"the mbarrier at {one.address:#x} with no fence.mbarrier_init"
+        return f"copies by {barrier} or fence.proxy.async since {other}"
     if one.kind == "race" and one.other == one.instruction and first > 0:
         return f"{verb} {count}{where}, where lane {first} writes another value at the same time"
     return {

@@ -388,6 +388,7 @@ LOADED = """
     mov.u32 %r3, tile;
     setp.eq.u32 %p0, %r0, 0;
     @%p0 mbarrier.init.shared::cta.b64 [%r2], 1;
+    fence.mbarrier_init.release.cluster;
     bar.sync 0;
     @%p0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 64;
     @%p0 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes

@@ -229,3 +229,44 @@ def test_masks_name_the_lanes_that_execute_an_instruction(
     assert kinds(result) == ({"divergent"} if words else set())
     if words:
         assert re.search(words, diagnostics(result.findings, Origin())[0].message)
+
+
+BY_TMA = """
+    .shared .align 8 .b64 bar;
+    .shared .align 128 .b8 tile[128];
+    mov.u32 %r2, bar;
+    mov.u32 %r3, tile;
+    setp.eq.u32 %p0, %r0, 0;
+    setp.eq.u32 %p1, %r0, 32;
+    @%p0 mbarrier.init.shared::cta.b64 [%r2], 1;
+    FENCE
+    bar.sync 0;
+    @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 64;
+    @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r3], [%rd0], 64, [%r2];
+WAIT:
+    mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], 0;
+    @!%p2 bra WAIT;
+    ld.shared.u32 %r1, [tile+4];
+"""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("fence", "found"),
+    [
+        ("@%p0 fence.mbarrier_init.release.cluster;", set()),
+        ("@%p0 fence.proxy.async;", set()),
+        ("", {"proxy"}),
+        ("@%p1 fence.mbarrier_init.release.cluster;", {"proxy"}),
+    ],
+)
+def test_tma_needs_a_fence_behind_the_initialisation_of_its_mbarrier(
+    fence: str, found: set[str], schedule: str
+) -> None:
+    out = np.arange(64, dtype=np.uint32)
+    result = run(BY_TMA.replace("FENCE", fence) + store(), out, 64, schedule)
+    assert kinds(result) == found
+    assert (out == 1).all()
+    if found:
+        message = diagnostics(result.findings, Origin())[0].message
+        assert "with no fence.mbarrier_init or fence.proxy.async since" in message

@@ -107,6 +107,11 @@ void complete(Context& c, const int32_t* o, uint32_t mask) {
   }
 }
 
+// The asynchronous proxy sees the mbarriers that this warp has initialised.
+void fence_init(Context& c, const int32_t*, uint32_t) {
+  for (auto& [address, barrier] : c.block->mbarriers) barrier.fenced |= barrier.made.agent == c.warp->number;
+}
+
 // Everything that this warp knows of is now seen by TMA and wgmma too.
 void fence_proxy(Context& c, const int32_t*, uint32_t) {
   FullWarp& warp = full(c);
@@ -137,6 +142,7 @@ void add_barrier(Table& table) {
   table["mbarrier.arrive"] = arrive;
   table["mbarrier.complete_tx"] = complete;
   table["fence.proxy.async"] = fence_proxy;
+  table["fence.mbarrier_init"] = fence_init;
   table["trap"] = trap;
   table["mapa.shared::cluster.u32"] = map_address<uint32_t>;
   table["mapa.shared::cluster.u64"] = table["mapa.u64"] = map_address<uint64_t>;

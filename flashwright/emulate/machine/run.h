@@ -168,6 +168,7 @@ struct Barrier {
 
 struct Mbarrier {
   Access made;  // by its initialisation
+  bool fenced = false;  // whether the warp that initialised it has executed fence.mbarrier_init since
   int agent = 0;
   int64_t count = 0, pending = 0, bytes = 0;
   int64_t expected = 0, completed = 0;  // bytes of this phase
