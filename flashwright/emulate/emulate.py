@@ -19,7 +19,7 @@ from flashwright.emulate.launch_limits import check_launch
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.ptx import Instruction
-from flashwright.emulate.structs import FindingRecord, Launch, Region
+from flashwright.emulate.structs import OUTPUT, READ, READ_WRITE, FindingRecord, Launch, Region
 from flashwright.emulate.tensor_map import encode_tensor_map
 from flashwright.lower.launch_plan import (
     RANGE,
@@ -149,7 +149,7 @@ def launch(
     data = variables_of(program) if variables is None else variables
     # A struct may be padded at its end.
     given = np.frombuffer(parameters.ljust(max(program.parameter_bytes, 1), b"\0"), np.uint8)
-    known = [*regions, Region(MODULE, len(program.data), data.ctypes.data, 1)]
+    known = [*regions, Region(MODULE, len(program.data), data.ctypes.data, READ_WRITE)]
     listed = (Region * len(known))(*known)
     found = (FindingRecord * _ROOM)()
     counts = np.zeros((len(program.names), len(COUNTS)), np.int64)
@@ -252,19 +252,19 @@ def _memory(
             packed += bytes(8 * (1 + len(tensor.axes)))
             continue
         base = bases[tensor.name]
-        use = 0 if not tensor.written else 1 if tensor.read else 2
+        use = READ if not tensor.written else READ_WRITE if tensor.read else OUTPUT
         regions.append(Region(base, array.nbytes, array.ctypes.data, use))
         packed += struct.pack("<Q", base)
         packed += b"".join(struct.pack("<q", s) for s in _strides(tensor, array, dims))
     zeros = max((behind(base, arrays[name].nbytes) for name, base in bases.items()), default=GAP)
     if plan.counter:
         counter = behind(zeros, _ZEROS.nbytes)
-        regions.append(Region(counter, own.nbytes, own.ctypes.data, 1))
+        regions.append(Region(counter, own.nbytes, own.ctypes.data, READ_WRITE))
         packed += struct.pack("<Q", counter)
     packed += b"".join(struct.pack("<i", dims[name]) for name in plan.dims)
     if not plan.maps:
         return regions, packed.ljust(-(-len(packed) // 8) * 8, b"\0")
-    regions.append(Region(zeros, _ZEROS.nbytes, _ZEROS.ctypes.data, 0))
+    regions.append(Region(zeros, _ZEROS.nbytes, _ZEROS.ctypes.data, READ))
     tensors = {tensor.name: tensor for tensor in plan.tensors}
     maps = b""
     for one in plan.maps:

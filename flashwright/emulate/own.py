@@ -23,7 +23,7 @@ from flashwright.emulate.parse import parse
 from flashwright.emulate.places import Extent, Origin, diagnostics
 from flashwright.emulate.profile import Profile, profile
 from flashwright.emulate.ptx import Variable
-from flashwright.emulate.structs import Region
+from flashwright.emulate.structs import EMPTY, READ, READ_WRITE, Region
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.render import terminal
 from flashwright.untrusted.build import build_untrusted
@@ -101,6 +101,13 @@ def _is_ptx(text: str) -> bool:
     return any(line.strip().startswith(".version") for line in text.splitlines()[:50])
 
 
+@dataclass(frozen=True)
+class Empty:
+    """An array of which a launch may read only what it has written before."""
+
+    array: Array
+
+
 class EmulatedKernel:
     """A kernel of PTX. Call it with the grid, the block and its arguments."""
 
@@ -128,8 +135,9 @@ class EmulatedKernel:
         """Launch it; what it writes is in the arrays afterwards.
 
         A contiguous NumPy array is passed as a pointer to its data, and the kernel may write to it
-        unless it is marked as read-only. Numbers are passed in the parameter's own size, a bytes
-        object as a struct. `shared` are the bytes of dynamic shared memory; `schedule` says when
+        unless it is marked as read-only; an Empty one is memory that is allocated and not set.
+        Numbers are passed in the parameter's own size, a bytes object as a struct. `shared` are the
+        bytes of dynamic shared memory; `schedule` says when
         asynchronous work is done: "eager", "lazy" or "random:SEED".
         """
         if len(args) != len(self.parameters):
@@ -145,9 +153,11 @@ class EmulatedKernel:
         packed, regions, extents, base = b"", [], [], GAP
         for number, (parameter, value) in enumerate(zip(self.parameters, args, strict=True)):
             packed = packed.ljust(-(-len(packed) // parameter.align) * parameter.align, b"\0")
-            if isinstance(value, np.ndarray) and value.ndim:
-                array = _pointed(number, value, parameter)
-                use = int(array.flags.writeable)  # to read alone, or to read and to write
+            given = value.array if isinstance(value, Empty) else value
+            if isinstance(given, np.ndarray) and given.ndim:
+                array = _pointed(number, given, parameter)
+                use = EMPTY if given is not value else READ_WRITE
+                use = use if array.flags.writeable else READ
                 regions.append(Region(base, array.nbytes, array.ctypes.data, use))
                 extents.append(Extent(f"argument {number}", base, array.nbytes))
                 packed += struct.pack("<Q", base)

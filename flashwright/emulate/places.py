@@ -278,7 +278,8 @@ def _address(one: Finding, origin: Origin) -> str:
         side = "behind the end of" if gap >= 0 else "before the beginning of"
         return f"byte {abs(gap)} {side} `{extent.name}`"
     shared = ".shared" in opcode or "matrix" in opcode
-    return f"{'shared' if shared else 'global'} address {one.address:#x}"
+    space = "shared" if shared else "local" if ".local" in opcode else "global"
+    return f"{space} address {one.address:#x}"
 
 
 def _beyond(extent: Extent, address: int) -> int:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import flashwright.emulate
 from flashwright.emulate.places import Origin, diagnostics
 from flashwright.lang.diagnostic import Failed
-from tests.unit.ptx_kernels import SCHEDULES, kinds, run, store
+from tests.unit.ptx_kernels import HEAD, SCHEDULES, kinds, run, store
 
 # --- predicates that are constants ------------------------------------------------------------
 
@@ -270,3 +271,49 @@ def test_tma_needs_a_fence_behind_the_initialisation_of_its_mbarrier(
     if found:
         message = diagnostics(result.findings, Origin())[0].message
         assert "with no fence.mbarrier_init or fence.proxy.async since" in message
+
+
+# --- memory that was never written ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "found"),
+    [("", {"unwritten"}), ("st.local.u8 [own+4], %r0;", set()), ("st.local.u32 [own], %r0;", None)],
+)
+def test_local_memory_that_was_never_written(first: str, found: set[str] | None) -> None:
+    """A copy of a struct may read its padding."""
+    body = f".local .align 8 .b8 own[8];\n{first}\nld.local.u32 %r1, [own+4];\n"
+    result = run(body, np.zeros(32, np.uint32))
+    assert kinds(result) == ({"unwritten"} if found is None else found)
+    if result.findings:
+        message = diagnostics(result.findings, Origin())[0].message
+        assert "reads local address 0x4, which nothing has written" in message
+
+
+ADD = f"""{HEAD}.visible .entry k(.param .u64 x, .param .u64 y)
+{{
+.reg .b32 %r<4>;
+.reg .b64 %rd<4>;
+ld.param.u64 %rd0, [x];
+ld.param.u64 %rd1, [y];
+FIRST
+ld.global.u32 %r1, [%rd0];
+atom.global.add.u32 %r2, [%rd1], %r1;
+ret;
+}}
+"""
+
+
+def test_an_empty_array_has_to_be_written_first() -> None:
+    add = flashwright.emulate.kernel(ADD.replace("FIRST", ""))
+    x, y = np.full((2, 4), 3, np.uint32)
+    empty = flashwright.emulate.empty
+    assert add(1, 1, x, y).ok
+    assert y[0] == 6
+    assert kinds(add(1, 1, empty(x), y)) == {"unwritten"}
+    assert kinds(add(1, 1, x, empty(y))) == {"unwritten"}
+    stores = "st.global.u32 [%rd0], 1;\nst.global.u32 [%rd1], 1;\nbar.sync 0;"
+    add = flashwright.emulate.kernel(ADD.replace("FIRST", stores))
+    assert add(1, 1, empty(x), empty(y)).ok
+    x.flags.writeable = False
+    assert kinds(add(1, 1, empty(x), y)) == {"read_only"}

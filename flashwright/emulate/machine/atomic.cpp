@@ -84,6 +84,7 @@ void atomic(Context& c, const int32_t* o, uint32_t mask) {
     bool shared = space == 1 || (space == 2 && address / kWindow * kWindow == kSharedWindow);
     uint8_t* at = nullptr;
     if (!shared) {
+      if (o[1] != kExchange) c.machine->check_filled(c, lane, address, bytes);
       at = c.machine->global(c, lane, address, bytes, true, 0, true);
     } else {
       at = changed(c, lane, address % kWindow, bytes, o[1] == kExchange);

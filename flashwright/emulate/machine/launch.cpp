@@ -106,9 +106,9 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
   machine.operands.assign(launch.operands, launch.operands + launch.operand_count);
   machine.touched.assign(launch.touched, launch.touched + launch.touched_count);
   machine.regions.assign(launch.regions, launch.regions + launch.region_count);
-  for (const fw::Region& region : machine.regions) machine.filled.emplace_back(region.use == 2 ? region.size : 0, 0);
+  for (const fw::Region& region : machine.regions) machine.filled.emplace_back(region.use >= fw::kOutput ? region.size : 0, 0);
   for (const fw::Region& region : machine.regions) {
-    if (reduces && !orders) machine.visits.emplace_back(region.use != 0 ? 2 * (region.size / 4 + 1) : 0);
+    if (reduces && !orders) machine.visits.emplace_back(region.use != fw::kRead ? 2 * (region.size / 4 + 1) : 0);
   }
   machine.parameters.assign(launch.parameters, launch.parameters + launch.parameter_bytes);
   machine.schedule = static_cast<fw::Schedule>(launch.schedule);
@@ -160,6 +160,7 @@ void prepare(const fw_launch& launch, fw::Block& block, int number) {
     warp.file.assign(launch.registers, launch.registers + launch.register_bytes);
     warp.registers = warp.file.data();
     warp.local.assign(static_cast<size_t>(launch.local_bytes) * fw::kLanes, 0xff);
+    warp.local_written.assign(warp.local.size(), 0);
     warp.wrote.resize(launch.register_bytes / 8 + 1);
     warp.busy.resize(launch.register_bytes / 8 + 1);
     warp.only_read.resize(launch.register_bytes / 8 + 1);

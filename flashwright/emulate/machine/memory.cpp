@@ -24,16 +24,16 @@ uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes
     Region& region = regions[n];
     if (address < region.base || address + bytes > region.base + region.size) continue;
     uint64_t offset = address - region.base;
-    if (write && region.use == 0) {
+    if (write && region.use == kRead) {
       find(context, kReadOnly, lane, address);
       return nullptr;
     }
-    if (region.use == 2) {
+    if (region.use >= kOutput) {
       auto marks = filled[n].begin() + offset;
       if (write) std::fill_n(marks, bytes, 1);
       else if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
     }
-    if (!visits.empty() && region.use != 0) visit(context, lane, n, offset, bytes, reduces);
+    if (!visits.empty() && region.use != kRead) visit(context, lane, n, offset, bytes, reduces);
     return region.data + offset;
   }
   find(context, kOutOfBounds, lane, address);
@@ -73,6 +73,15 @@ uint8_t* Machine::shared(Context& context, int lane, uint64_t address, int bytes
   return context.block->shared.data() + address;
 }
 
+void Machine::check_filled(Context& context, int lane, uint64_t address, int bytes) {
+  for (size_t n = 0; n < regions.size(); ++n) {
+    const Region& region = regions[n];
+    if (region.use != kEmpty || address < region.base || address + bytes > region.base + region.size) continue;
+    auto marks = filled[n].begin() + (address - region.base);
+    if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
+  }
+}
+
 void Machine::find_conflict(Context& context, const uint64_t* address, uint32_t mask, int bytes,
                             const std::function<const uint8_t*(int)>& from) {
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
@@ -105,10 +114,16 @@ uint8_t* parameter(Context& c, int lane, uint64_t address, int bytes) {
   return within(c, all.data(), all.size(), lane, address, bytes);
 }
 
-uint8_t* local(Context& c, int lane, uint64_t address, int bytes) {
+// A copy of a struct may read its padding: something of what is read has to be written, not all.
+uint8_t* local(Context& c, int lane, uint64_t address, int bytes, bool write) {
   auto& all = full(c).local;
   size_t each = all.size() / kLanes;
-  return within(c, all.data() + lane * each, each, lane, address, bytes);
+  uint8_t* found = within(c, all.data() + lane * each, each, lane, address, bytes);
+  if (found == nullptr) return found;
+  auto marks = full(c).local_written.begin() + (found - all.data());
+  if (write) std::fill_n(marks, bytes, 1);
+  else if (std::count(marks, marks + bytes, 0) == bytes) c.machine->find(c, kUnwritten, lane, address);
+  return found;
 }
 
 Space resolve(Space space, uint64_t& address) {
@@ -130,7 +145,7 @@ uint8_t* at(Context& c, Space space, int lane, uint64_t address, int bytes, bool
       kOrder == Order::kPlain ? kWeak : kOrder == Order::kVolatile ? kVolatile : kStrong;
   switch (space) {
     case Space::kParameter: return parameter(c, lane, address, bytes);
-    case Space::kLocal: return local(c, lane, address, bytes);
+    case Space::kLocal: return local(c, lane, address, bytes, write);
     case Space::kShared: return c.machine->shared(c, lane, address, bytes, write, kStrength);
     default: return c.machine->global(c, lane, address, bytes, write, 0, kOrder != Order::kPlain);
   }

@@ -22,8 +22,12 @@ struct Region {
   uint64_t base;
   uint64_t size;
   uint8_t* data;
-  int32_t use;  // 0 may be read, 1 may be read and written, 2 is an output: nothing in it yet
+  int32_t use;
 };
+
+// What a launch may do with a region. An output has nothing in it yet, though a kernel before this one may have set it to
+// zero: it may be added to. What is empty has nothing in it for sure.
+enum Use : int32_t { kRead, kReadWrite, kOutput, kEmpty };
 
 enum FindingKind : int32_t {
   kOutOfBounds, kMisaligned, kReadOnly, kUnwritten, kRace, kDeadlock, kDivergent, kProxy, kTransaction,
@@ -139,6 +143,7 @@ struct Wrote {
 struct FullWarp : Warp {
   std::vector<uint8_t> file;
   std::vector<uint8_t> local;       // each lane's own memory
+  std::vector<uint8_t> local_written;  // which bytes of it were written
   std::vector<Fragment> fragments;  // by place, the lowest first
   State state = State::kReady;
   uint64_t barrier = 0;             // the number or the address of what it waits at
@@ -254,6 +259,8 @@ struct Machine {
   // The bytes at an address, or null, which has then been told.
   uint8_t* global(Context& context, int lane, uint64_t address, int bytes, bool write, int align = 0,
                   bool reduces = false);
+  // Tells a change of what is empty.
+  void check_filled(Context& context, int lane, uint64_t address, int bytes);
   // Finds reductions and plain accesses to the same words that nothing orders.
   void visit(Context& context, int lane, size_t region, uint64_t offset, int bytes, bool reduces);
   uint8_t* shared(Context& context, int lane, uint64_t address, int bytes, bool write, Strength strength = kWeak);
