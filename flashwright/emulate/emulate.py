@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,15 @@ from flashwright.emulate.launch_limits import check_launch
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.ptx import Instruction
-from flashwright.emulate.structs import OUTPUT, READ, READ_WRITE, FindingRecord, Launch, Region
+from flashwright.emulate.structs import (
+    OUTPUT,
+    READ,
+    READ_WRITE,
+    UNSET,
+    FindingRecord,
+    Launch,
+    Region,
+)
 from flashwright.emulate.tensor_map import encode_tensor_map
 from flashwright.lower.launch_plan import (
     RANGE,
@@ -135,12 +143,14 @@ def launch(
     schedule: str = "eager",
     variables: Variables | None = None,
     machine: Machine = here,
+    constants: Collection[str] = (),
 ) -> LaunchResult:
     """Run a grid of thread blocks. `shared` bytes are added to what the kernel declares.
 
     `schedule` says when asynchronous work is done: `eager`, when it is started; `lazy`, as late as
-    a wait allows; `random:SEED`, at any moment between, with the warps in any order. Raises Failed
-    with FW831 for a launch that no GPU can do.
+    a wait allows; `random:SEED`, at any moment between, with the warps in any order. `constants`
+    are those without an initialiser that the caller has set: a read of others is a finding. Raises
+    Failed with FW831 for a launch that no GPU can do.
     """
     check_launch(program, grid, block, shared)
     kind, seed = schedule_of(schedule)
@@ -149,7 +159,7 @@ def launch(
     data = variables_of(program) if variables is None else variables
     # A struct may be padded at its end.
     given = np.frombuffer(parameters.ljust(max(program.parameter_bytes, 1), b"\0"), np.uint8)
-    known = [*regions, Region(MODULE, len(program.data), data.ctypes.data, READ_WRITE)]
+    known = [*regions, *_module_regions(program, data, constants)]
     listed = (Region * len(known))(*known)
     found = (FindingRecord * _ROOM)()
     counts = np.zeros((len(program.names), len(COUNTS)), np.int64)
@@ -190,6 +200,22 @@ def launch(
     told.kept = names
     count = machine(told, sizes, known)
     return LaunchResult(_findings(program, count, found), counts)
+
+
+def _module_regions(
+    program: EncodedKernel, data: Variables, constants: Collection[str]
+) -> list[Region]:
+    """The variables of a module: neighbours of the same use are one region."""
+    regions: list[Region] = []
+    for name, placed in program.variables.items():
+        unset = placed.unset and name not in constants
+        use = READ if placed.variable.space == "const" else READ_WRITE
+        use = UNSET if unset else use
+        if not regions or regions[-1].use != use or unset:
+            start = MODULE + placed.offset
+            regions.append(Region(start, 0, data.ctypes.data + placed.offset, use))
+        regions[-1].size = MODULE + placed.offset + placed.variable.size - regions[-1].base
+    return regions
 
 
 def schedule_of(text: str) -> tuple[int, int]:

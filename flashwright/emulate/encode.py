@@ -78,6 +78,19 @@ _MOST_MOVED = 32  # bytes of a lane that one load or store moves
 _SPARE = [0] * 160
 
 
+@dataclass(frozen=True)
+class PlacedVariable:
+    """A variable of a module in global or constant memory."""
+
+    variable: Variable
+    offset: int
+
+    @property
+    def unset(self) -> bool:
+        """Whether it is constant and has no initialiser: the host has to set it."""
+        return self.variable.space == "const" and not self.variable.data
+
+
 @dataclass
 class EncodedKernel:
     """An encoded kernel: code, operands and memory sizes for the machine."""
@@ -97,6 +110,8 @@ class EncodedKernel:
     """Bytes of local memory per thread."""
     data: bytearray = field(default_factory=bytearray)
     """Variables of the module."""
+    variables: dict[str, PlacedVariable] = field(default_factory=dict)
+    """The same by name, in the order of their offsets."""
     parameters: tuple[Variable, ...] = ()
     offsets: tuple[int, ...] = ()
     """The byte offsets of the parameters."""
@@ -157,8 +172,20 @@ class _Encoder:
             if space == "global":
                 made.data += bytes(offset - len(made.data))
                 made.data += variable.data.ljust(variable.size, b"\0")
+                made.variables[variable.name] = PlacedVariable(variable, offset)
+        self._set_addresses()
         made.offsets = tuple(self.addresses[p.name] for p in self.entry.parameters)
         made.shared, made.local = ends["shared"], ends["local"]
+
+    def _set_addresses(self) -> None:
+        """Write the addresses of variables into the variables that are initialised with them."""
+        for placed in self.made.variables.values():
+            for at, name, more in placed.variable.addresses:
+                if name not in self.made.variables:
+                    own = placed.variable.name
+                    raise bad(1, f"{own} is initialised with the address of {name}")
+                start, value = placed.offset + at, self.addresses[name] + more
+                self.made.data[start : start + 8] = value.to_bytes(8, "little")
 
     def program(self) -> EncodedKernel:
         for instruction in self.entry.code:

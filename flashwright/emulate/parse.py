@@ -35,6 +35,11 @@ _VARIABLE = re.compile(
     r"(?P<size>(?:\[\d*\])*)\s*(?:=\s*(?P<data>.*))?$",
     re.DOTALL,
 )
+_NUMBER = re.compile(
+    r"(?P<whole>-?0[xX][0-9a-fA-F]+|-?\d+)U?|0[fF](?P<float>[0-9a-fA-F]{8})"
+    r"|0[dD](?P<double>[0-9a-fA-F]{16})"
+)
+_INITIAL = re.compile(r"(?:generic\(([\w$]+)\)|([A-Za-z_$][\w$]*))\s*(\+\d+)?")
 _LOC = re.compile(
     r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?", re.DOTALL
 )
@@ -241,18 +246,31 @@ class _Parser:
             for s in (*found["how"].replace(".", "").split()[::-1], "global")
             if s in ("const", "global", "shared", "local", "param")
         )
-        data = self._data(line, found["data"], _SIZES[kind]) if found["data"] else b""
+        if space != "shared" and ".extern" in found["how"]:
+            raise bad(line, f"the variable {found['name']} is defined in another file")
+        data, addresses = self._data(line, found["data"] or "", _SIZES[kind])
         align, real = int(found["align"] or _SIZES[kind]), found["type"].startswith("f")
         if align not in _ALIGNMENTS or len(data) > max(size, 1):
             raise bad(line, f"cannot read `{text[:60]}`")
-        return Variable(found["name"], space, align, size, data, real)
+        return Variable(found["name"], space, align, size, data, addresses, real)
 
-    def _data(self, line: int, text: str, size: int) -> bytes:
-        numbers = re.findall(r"-?0[xX][0-9a-fA-F]+|-?\d+", text.replace("U", ""))
-        try:
-            return b"".join((int(n, 0) % (1 << 8 * size)).to_bytes(size, "little") for n in numbers)
-        except ValueError:
-            raise bad(line, f"cannot read `{text[:60]}`") from None
+    def _data(
+        self, line: int, text: str, size: int
+    ) -> tuple[bytes, tuple[tuple[int, str, int], ...]]:
+        """The bytes of an initialiser, and the addresses in it."""
+        data, addresses = b"", []
+        for part in re.sub(r"[{}]", " ", text).split(",") if text.strip() else ():
+            number, address = _NUMBER.fullmatch(part.strip()), _INITIAL.fullmatch(part.strip())
+            if number:
+                word = number["float"] or number["double"]
+                value = int(word, 16) if word else int(number["whole"], 0)
+                data += (value % (1 << 8 * size)).to_bytes(size, "little")
+            elif address and size == _SIZES["b64"]:
+                addresses.append((len(data), address[1] or address[2], int(address[3] or 0)))
+                data += bytes(size)
+            else:
+                raise bad(line, f"cannot read the initialiser `{part.strip()[:60]}`")
+        return data, tuple(addresses)
 
     # --- instructions -------------------------------------------------------------------------
 

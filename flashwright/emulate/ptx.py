@@ -89,6 +89,8 @@ class Variable:
     size: int
     """Bytes; 0 for shared memory that the launch sizes."""
     data: bytes = b""
+    addresses: tuple[tuple[int, str, int], ...] = ()
+    """Where the data has addresses: the offset, the variable, and what is added to its address."""
     real: bool = False
     """Whether it is a floating-point number."""
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import ctypes
 import struct
 
-READ, READ_WRITE, OUTPUT, EMPTY = range(4)
+READ, READ_WRITE, OUTPUT, EMPTY, UNSET = range(5)
 """The uses of a region. An output is unset, and a kernel may add to it: an earlier kernel may have
-set it to 0. An empty region is unset."""
+set it to 0. An empty region is unset. UNSET is a constant that is unset: a kernel cannot set it."""
 
 
 class Region(ctypes.Structure):

@@ -24,7 +24,7 @@ uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes
     Region& region = regions[n];
     if (address < region.base || address + bytes > region.base + region.size) continue;
     uint64_t offset = address - region.base;
-    if (write && region.use == kRead) {
+    if (write && (region.use == kRead || region.use == kUnset)) {
       find(context, kReadOnly, lane, address);
       return nullptr;
     }

@@ -26,8 +26,8 @@ struct Region {
 };
 
 // What a launch may do with a region. An output has nothing in it yet, though a kernel before this one may have set it to
-// zero: it may be added to. What is empty has nothing in it for sure.
-enum Use : int32_t { kRead, kReadWrite, kOutput, kEmpty };
+// zero: it may be added to. What is empty has nothing in it for sure. A constant that is unset may not even be written.
+enum Use : int32_t { kRead, kReadWrite, kOutput, kEmpty, kUnset };
 
 enum FindingKind : int32_t {
   kOutOfBounds, kMisaligned, kReadOnly, kUnwritten, kRace, kDeadlock, kDivergent, kProxy, kTransaction,
