@@ -54,6 +54,15 @@ SPECIALS = (
     *(f"%cluster_{name}.{axis}" for name in ("ctaid", "nctaid") for axis in _AXES),
     *("%cluster_ctarank", "%cluster_nctarank"),
 )
+# The bytes of each, and the bits that they are shifted by. All count the instructions of a warp.
+CLOCKS = {
+    "%clock": (4, 0),
+    "%clock_hi": (4, 32),
+    "%clock64": (8, 0),
+    "%globaltimer": (8, 0),
+    "%globaltimer_lo": (4, 0),
+    "%globaltimer_hi": (4, 32),
+}
 # In the order of atomic.cpp.
 OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 TYPES = ("b32", "b64", "u32", "u64", "s32", "s64", "f32", "f64", "f16x2", "bf16x2")
@@ -241,6 +250,8 @@ class _Encoder:
         return self._room((value, size), value.to_bytes(size, "little") * LANES)
 
     def _slot(self, operand: Operand, size: int) -> int:
+        if isinstance(operand, Register) and operand.name == "%gridid":
+            return self._constant(1, size)
         if isinstance(operand, Register):
             return self._negated(operand) if operand.negated else self._register(operand.name)
         if isinstance(operand, Immediate):
@@ -321,6 +332,9 @@ class _Encoder:
 
     def _plain(self, name: str, operands: Sequence[Operand]) -> None:
         size = width_of(name)
+        if name.startswith("mov.") and operands[1:] and self._is_clock(operands[1]):
+            self._clock(operands)
+            return
         if name.startswith("mov.") and any(isinstance(o, Vector) for o in operands):
             # Slots alone do not tell d, {a, b} from {a, b}, d.
             packs = isinstance(operands[1], Vector)
@@ -339,6 +353,15 @@ class _Encoder:
         self._emit(name, slots)
         if stem not in _FEWEST:
             self.made.operands += _SPARE[:16]
+
+    def _is_clock(self, operand: Operand) -> bool:
+        return isinstance(operand, Register) and operand.name in CLOCKS
+
+    def _clock(self, operands: Sequence[Operand]) -> None:
+        clock = operands[1]
+        assert isinstance(clock, Register)
+        size, shift = CLOCKS[clock.name]
+        self._emit("clock", [self._slot(operands[0], size), size, shift])
 
     def _convert(self, name: str, operands: Sequence[Operand]) -> None:
         """Encode cvt with the widths of its registers, which may exceed those of the types."""

@@ -350,6 +350,8 @@ class _Operands:
             return Immediate(int(token[2:], 16), 32)
         if token[:2] in ("0d", "0D") and len(token) == 18:
             return Immediate(int(token[2:], 16), 64)
+        if token == "WARP_SZ":
+            return Immediate(32)
         if token[:1].isdigit():
             return Immediate(int(token.rstrip("U"), 0))
         if token[:1] == "%" or token == "_":

@@ -317,3 +317,29 @@ def test_an_empty_array_has_to_be_written_first() -> None:
     assert add(1, 1, empty(x), empty(y)).ok
     x.flags.writeable = False
     assert kinds(add(1, 1, empty(x), y)) == {"read_only"}
+
+
+# --- special registers ------------------------------------------------------------------------
+
+
+def test_clocks_go_on_and_other_registers_are_known() -> None:
+    body = """
+    mov.u32 %r1, WARP_SZ;
+    mov.u64 %rd1, %clock64;
+    mov.u32 %r2, %clock;
+    mov.u64 %rd2, %globaltimer;
+    sub.u64 %rd3, %rd2, %rd1;
+    cvt.u32.u64 %r3, %rd3;
+    mov.u32 %r4, %globaltimer_hi;
+    mov.u64 %rd4, %gridid;
+    cvt.u32.u64 %r5, %rd4;
+WAIT:
+    mov.u64 %rd5, %clock64;
+    sub.u64 %rd6, %rd5, %rd1;
+    setp.lt.u64 %p1, %rd6, 1000;
+    @%p1 bra WAIT;
+"""
+    stores = [f"add.u32 %r9, %r0, {32 * n};\n" + store(f"%r{n + 1}", "%r9") for n in (0, 2, 3, 4)]
+    out = np.zeros((5, 32), np.uint32)
+    assert not run(body + "\n".join(stores), out).findings
+    np.testing.assert_array_equal(out[[0, 2, 3, 4], 7], [32, 2, 0, 1])

@@ -129,6 +129,12 @@ void map_address(Context& c, const int32_t* o, uint32_t mask) {
   });
 }
 
+// Operands: slot, bytes of it, by how many bits it is shifted.
+void clock(Context& c, const int32_t* o, uint32_t mask) {
+  uint64_t value = static_cast<uint64_t>(full(c).steps) >> o[2];
+  for_lanes(mask, [&](int lane) { std::memcpy(c.warp->registers + o[0] + lane * o[1], &value, o[1]); });
+}
+
 void trap(Context& c, const int32_t*, uint32_t mask) {
   c.machine->find(c, kTrap, __builtin_ctz(mask), 0);
   c.machine->stopped = true;
@@ -144,6 +150,7 @@ void add_barrier(Table& table) {
   table["fence.proxy.async"] = fence_proxy;
   table["fence.mbarrier_init"] = fence_init;
   table["trap"] = trap;
+  table["clock"] = clock;
   table["mapa.shared::cluster.u32"] = map_address<uint32_t>;
   table["mapa.shared::cluster.u64"] = table["mapa.u64"] = map_address<uint64_t>;
 }
