@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashwright.emulate.calls import inline_calls
 from flashwright.emulate.parse import MOST_VARIABLE, UNREADABLE, bad, names
 from flashwright.emulate.ptx import (
     Address,
@@ -150,7 +151,7 @@ def encode(module: Module, entry: Entry) -> EncodedKernel:
 
 class _Encoder:
     def __init__(self, module: Module, entry: Entry) -> None:
-        self.entry = entry
+        self.entry = entry = inline_calls(entry, module.functions)
         self.made = EncodedKernel(
             parameters=entry.parameters,
             entry=entry.name,
@@ -315,7 +316,7 @@ class _Encoder:
             self.jumps.append((len(self.made.operands) - 1, target.name, one.line))
         elif first in ("ret", "exit"):
             self._emit("", [], EXIT)
-        elif first in ("trap", "brkpt"):
+        elif first in ("trap", "brkpt", "__assertfail"):
             self._emit("trap", [])
         elif name.startswith("fence.proxy.async"):
             self._emit("fence.proxy.async", [])

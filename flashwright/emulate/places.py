@@ -204,7 +204,8 @@ def _told(one: Finding, origin: Origin) -> str:
     if one.kind == "divergent":
         return f"executes {one.instruction.opcode} with only a part of its warp"
     if one.kind == "trap":
-        return "stops the kernel"
+        failed = one.instruction.opcode == "__assertfail"
+        return "fails an assertion" if failed else "stops the kernel"
     if one.kind == "proxy" and one.other and one.other.opcode.startswith("mbarrier.init"):
         barrier = f"the mbarrier at {one.address:#x} with no fence.mbarrier_init"
         return f"copies by {barrier} or fence.proxy.async since {other}"

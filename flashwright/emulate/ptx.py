@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from flashwright.lang.diagnostic import Failed
+
 
 @dataclass(frozen=True)
 class Register:
@@ -97,7 +99,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel: its parameters, registers, labels and instructions."""
+    """A kernel or a device function: its parameters, registers, labels and instructions."""
 
     name: str
     parameters: tuple[Variable, ...]
@@ -109,6 +111,10 @@ class Entry:
     """The index of the instruction behind each label."""
     directives: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """What it demands of a launch, such as maxntid: the numbers behind each directive."""
+    results: tuple[Variable, ...] = ()
+    """Of a device function."""
+    failure: Failed | None = None
+    """Why a device function cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -119,3 +125,5 @@ class Module:
     entries: Mapping[str, Entry]
     variables: tuple[Variable, ...] = ()
     """Outside of any kernel."""
+    functions: Mapping[str, Entry] = field(default_factory=dict)
+    """The device functions that are not inlined."""
