@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from flashwright.emulate.own import EmulatedKernel
+    from flashwright.emulate.own import Array, Empty, EmulatedKernel
 
 
 def kernel(
@@ -17,3 +17,11 @@ def kernel(
     from flashwright.emulate import own  # here, because it imports NumPy
 
     return own.kernel(source, entry, arch=arch, untrusted=untrusted)
+
+
+def empty(array: Array) -> Empty:
+    """An array for a launch, as memory that is allocated and not set: a read before a write is a
+    finding."""
+    from flashwright.emulate import own  # here, because it imports NumPy
+
+    return own.Empty(array)

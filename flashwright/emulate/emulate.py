@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,19 @@ from numpy.typing import NDArray
 from flashwright.build.load import shown_dims
 from flashwright.build.plan_rules import LAYOUTS, caller_order
 from flashwright.emulate.encode import ACQUIRES, MODULE, EncodedKernel, encode
+from flashwright.emulate.launch_limits import check_launch
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.ptx import Instruction
-from flashwright.emulate.structs import FindingRecord, Launch, Region
+from flashwright.emulate.structs import (
+    OUTPUT,
+    READ,
+    READ_WRITE,
+    UNSET,
+    FindingRecord,
+    Launch,
+    Region,
+)
 from flashwright.emulate.tensor_map import encode_tensor_map
 from flashwright.lower.launch_plan import (
     RANGE,
@@ -41,9 +50,6 @@ KINDS = (
 COUNTS = (*("executed", "lanes", "bytes", "wavefronts", "ideal", "sectors", "requests", "waits"),)
 GAP = 1 << 20  # bytes between two tensors, so that an overrun hits no other
 SMS = 3  # few, so that each block of a persistent kernel takes several tiles
-MOST_SHARED = 1 << 20  # bytes of a block: more than any GPU has
-MOST_LOCAL = 1 << 19  # bytes of a thread (CUDA C++ Programming Guide, all of 7.5 to 9.0)
-MOST_BLOCKS = 2**31 - 1
 _ROOM = 256
 _SPARE = bytes(1024)  # after the registers: an instruction may read past the last one
 _SWIZZLES = {0: "none", 32: "32B", 64: "64B", 128: "128B"}
@@ -137,21 +143,23 @@ def launch(
     schedule: str = "eager",
     variables: Variables | None = None,
     machine: Machine = here,
+    constants: Collection[str] = (),
 ) -> LaunchResult:
     """Run a grid of thread blocks. `shared` bytes are added to what the kernel declares.
 
     `schedule` says when asynchronous work is done: `eager`, when it is started; `lazy`, as late as
-    a wait allows; `random:SEED`, at any moment between, with the warps in any order. Raises Failed
-    with FW831 for a launch that no GPU can do.
+    a wait allows; `random:SEED`, at any moment between, with the warps in any order. `constants`
+    are those without an initialiser that the caller has set: a read of others is a finding. Raises
+    Failed with FW831 for a launch that no GPU can do.
     """
-    _possible(program, grid, shared)
+    check_launch(program, grid, block, shared)
     kind, seed = schedule_of(schedule)
     names, (code, operands, touched, specials) = program.packed
     registers = np.frombuffer(bytes(program.registers) + _SPARE, np.uint8)
     data = variables_of(program) if variables is None else variables
     # A struct may be padded at its end.
     given = np.frombuffer(parameters.ljust(max(program.parameter_bytes, 1), b"\0"), np.uint8)
-    known = [*regions, Region(MODULE, len(program.data), data.ctypes.data, 1)]
+    known = [*regions, *_module_regions(program, data, constants)]
     listed = (Region * len(known))(*known)
     found = (FindingRecord * _ROOM)()
     counts = np.zeros((len(program.names), len(COUNTS)), np.int64)
@@ -194,14 +202,20 @@ def launch(
     return LaunchResult(_findings(program, count, found), counts)
 
 
-def _possible(program: EncodedKernel, grid: Sequence[int], shared: int) -> None:
-    """Fail with FW831 for sizes beyond the machine's limits, which it does not check itself."""
-    if not 0 <= program.shared + shared <= MOST_SHARED:
-        raise bad(1, f"a block cannot have {program.shared + shared} bytes of shared memory")
-    if program.local > MOST_LOCAL:
-        raise bad(1, f"a thread cannot have {program.local} bytes of local memory")
-    if math.prod(grid) > MOST_BLOCKS:
-        raise bad(1, f"{math.prod(grid)} blocks are more than can be emulated")
+def _module_regions(
+    program: EncodedKernel, data: Variables, constants: Collection[str]
+) -> list[Region]:
+    """The variables of a module: neighbours of the same use are one region."""
+    regions: list[Region] = []
+    for name, placed in program.variables.items():
+        unset = placed.unset and name not in constants
+        use = READ if placed.variable.space == "const" else READ_WRITE
+        use = UNSET if unset else use
+        if not regions or regions[-1].use != use or unset:
+            start = MODULE + placed.offset
+            regions.append(Region(start, 0, data.ctypes.data + placed.offset, use))
+        regions[-1].size = MODULE + placed.offset + placed.variable.size - regions[-1].base
+    return regions
 
 
 def schedule_of(text: str) -> tuple[int, int]:
@@ -264,19 +278,19 @@ def _memory(
             packed += bytes(8 * (1 + len(tensor.axes)))
             continue
         base = bases[tensor.name]
-        use = 0 if not tensor.written else 1 if tensor.read else 2
+        use = READ if not tensor.written else READ_WRITE if tensor.read else OUTPUT
         regions.append(Region(base, array.nbytes, array.ctypes.data, use))
         packed += struct.pack("<Q", base)
         packed += b"".join(struct.pack("<q", s) for s in _strides(tensor, array, dims))
     zeros = max((behind(base, arrays[name].nbytes) for name, base in bases.items()), default=GAP)
     if plan.counter:
         counter = behind(zeros, _ZEROS.nbytes)
-        regions.append(Region(counter, own.nbytes, own.ctypes.data, 1))
+        regions.append(Region(counter, own.nbytes, own.ctypes.data, READ_WRITE))
         packed += struct.pack("<Q", counter)
     packed += b"".join(struct.pack("<i", dims[name]) for name in plan.dims)
     if not plan.maps:
         return regions, packed.ljust(-(-len(packed) // 8) * 8, b"\0")
-    regions.append(Region(zeros, _ZEROS.nbytes, _ZEROS.ctypes.data, 0))
+    regions.append(Region(zeros, _ZEROS.nbytes, _ZEROS.ctypes.data, READ))
     tensors = {tensor.name: tensor for tensor in plan.tensors}
     maps = b""
     for one in plan.maps:

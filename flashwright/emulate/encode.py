@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashwright.emulate.calls import inline_calls
 from flashwright.emulate.parse import MOST_VARIABLE, UNREADABLE, bad, names
 from flashwright.emulate.ptx import (
     Address,
@@ -35,7 +36,14 @@ _IDLE = re.compile(
     r"\.(?:aligned|uni|volatile|relaxed|acquire|release|gpu|cta|sys|weak|nc|ca|cg|cs|cv|wb|wt|lu"
     r"|L1::\w+|L2::\w+|L2_\w+|level::\w+)(?![\w:])"
 )
-_NOTHING = ("membar", "fence", "prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "nanosleep")
+_NOTHING = ("prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "nanosleep")
+_NO_FENCE = ("fence.proxy", "fence.mbarrier_init")  # which order nothing between threads
+_ORDERS = (
+    "volatile",
+    "relaxed",
+    "acquire",
+    "release",
+)  # of accesses that may tell others something
 _AXES = ("x", "y", "z")
 # In the order of launch.cpp's `special`.
 SPECIALS = (
@@ -47,6 +55,15 @@ SPECIALS = (
     *(f"%cluster_{name}.{axis}" for name in ("ctaid", "nctaid") for axis in _AXES),
     *("%cluster_ctarank", "%cluster_nctarank"),
 )
+# The bytes of each, and the bits that they are shifted by. All count the instructions of a warp.
+CLOCKS = {
+    "%clock": (4, 0),
+    "%clock_hi": (4, 32),
+    "%clock64": (8, 0),
+    "%globaltimer": (8, 0),
+    "%globaltimer_lo": (4, 0),
+    "%globaltimer_hi": (4, 32),
+}
 # In the order of atomic.cpp.
 OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 TYPES = ("b32", "b64", "u32", "u64", "s32", "s64", "f32", "f64", "f16x2", "bf16x2")
@@ -67,7 +84,21 @@ _FEWEST = {
     **dict.fromkeys(("lop3", "bfi"), 5),
 }
 _UNREAD = ("setp", "mov")  # whose results may be `_`
+_MOST_MOVED = 32  # bytes of a lane that one load or store moves
 _SPARE = [0] * 160
+
+
+@dataclass(frozen=True)
+class PlacedVariable:
+    """A variable of a module in global or constant memory."""
+
+    variable: Variable
+    offset: int
+
+    @property
+    def unset(self) -> bool:
+        """Whether it is constant and has no initialiser: the host has to set it."""
+        return self.variable.space == "const" and not self.variable.data
 
 
 @dataclass
@@ -89,9 +120,16 @@ class EncodedKernel:
     """Bytes of local memory per thread."""
     data: bytearray = field(default_factory=bytearray)
     """Variables of the module."""
+    variables: dict[str, PlacedVariable] = field(default_factory=dict)
+    """The same by name, in the order of their offsets."""
     parameters: tuple[Variable, ...] = ()
     offsets: tuple[int, ...] = ()
     """The byte offsets of the parameters."""
+    entry: str = ""
+    """The name of the kernel."""
+    target: str = ""
+    """The architecture that the PTX is for, such as sm_90a."""
+    directives: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def parameter_bytes(self) -> int:
@@ -113,8 +151,13 @@ def encode(module: Module, entry: Entry) -> EncodedKernel:
 
 class _Encoder:
     def __init__(self, module: Module, entry: Entry) -> None:
-        self.entry = entry
-        self.made = EncodedKernel(parameters=entry.parameters)
+        self.entry = entry = inline_calls(entry, module.functions)
+        self.made = EncodedKernel(
+            parameters=entry.parameters,
+            entry=entry.name,
+            target=module.target,
+            directives=entry.directives,
+        )
         self.slots: dict[object, int] = {}
         self.addresses: dict[str, int] = {}
         self.line = 0
@@ -139,8 +182,20 @@ class _Encoder:
             if space == "global":
                 made.data += bytes(offset - len(made.data))
                 made.data += variable.data.ljust(variable.size, b"\0")
+                made.variables[variable.name] = PlacedVariable(variable, offset)
+        self._set_addresses()
         made.offsets = tuple(self.addresses[p.name] for p in self.entry.parameters)
         made.shared, made.local = ends["shared"], ends["local"]
+
+    def _set_addresses(self) -> None:
+        """Write the addresses of variables into the variables that are initialised with them."""
+        for placed in self.made.variables.values():
+            for at, name, more in placed.variable.addresses:
+                if name not in self.made.variables:
+                    own = placed.variable.name
+                    raise bad(1, f"{own} is initialised with the address of {name}")
+                start, value = placed.offset + at, self.addresses[name] + more
+                self.made.data[start : start + 8] = value.to_bytes(8, "little")
 
     def program(self) -> EncodedKernel:
         for instruction in self.entry.code:
@@ -189,10 +244,15 @@ class _Encoder:
         return self._room(name, bytes(LANES * size if size else 8))
 
     def _constant(self, value: int, size: int) -> int:
+        """The slot of a constant of `size` bytes; 0 bytes are a predicate."""
+        if not size:
+            return self._room(("predicate", bool(value)), (b"\xff" if value else b"\0") * 8)
         value %= 1 << 8 * size
         return self._room((value, size), value.to_bytes(size, "little") * LANES)
 
     def _slot(self, operand: Operand, size: int) -> int:
+        if isinstance(operand, Register) and operand.name == "%gridid":
+            return self._constant(1, size)
         if isinstance(operand, Register):
             return self._negated(operand) if operand.negated else self._register(operand.name)
         if isinstance(operand, Immediate):
@@ -256,11 +316,15 @@ class _Encoder:
             self.jumps.append((len(self.made.operands) - 1, target.name, one.line))
         elif first in ("ret", "exit"):
             self._emit("", [], EXIT)
-        elif first in ("trap", "brkpt"):
+        elif first in ("trap", "brkpt", "__assertfail"):
             self._emit("trap", [])
         elif name.startswith("fence.proxy.async"):
             self._emit("fence.proxy.async", [])
-        elif first in _NOTHING or name.startswith("cp.async.bulk.prefetch"):
+        elif name.startswith("fence.mbarrier_init"):
+            self._emit("fence.mbarrier_init", [])
+        elif first == "membar" or (first == "fence" and not name.startswith(_NO_FENCE)):
+            self._emit("fence", [])
+        elif first in ("fence", *_NOTHING) or name.startswith("cp.async.bulk.prefetch"):
             self._emit("nothing", [])
         elif first in _SPECIAL:
             _SPECIAL[first](self, name, one.operands)
@@ -269,6 +333,9 @@ class _Encoder:
 
     def _plain(self, name: str, operands: Sequence[Operand]) -> None:
         size = width_of(name)
+        if name.startswith("mov.") and operands[1:] and self._is_clock(operands[1]):
+            self._clock(operands)
+            return
         if name.startswith("mov.") and any(isinstance(o, Vector) for o in operands):
             # Slots alone do not tell d, {a, b} from {a, b}, d.
             packs = isinstance(operands[1], Vector)
@@ -287,6 +354,15 @@ class _Encoder:
         self._emit(name, slots)
         if stem not in _FEWEST:
             self.made.operands += _SPARE[:16]
+
+    def _is_clock(self, operand: Operand) -> bool:
+        return isinstance(operand, Register) and operand.name in CLOCKS
+
+    def _clock(self, operands: Sequence[Operand]) -> None:
+        clock = operands[1]
+        assert isinstance(clock, Register)
+        size, shift = CLOCKS[clock.name]
+        self._emit("clock", [self._slot(operands[0], size), size, shift])
 
     def _convert(self, name: str, operands: Sequence[Operand]) -> None:
         """Encode cvt with the widths of its registers, which may exceed those of the types."""
@@ -312,20 +388,23 @@ class _Encoder:
         load = parts[0] == "ld"
         value, where = operands if load else operands[::-1]
         values = flat(value)
+        if len(values) * size > _MOST_MOVED:
+            raise self._unknown()
         width = size
         for register in values:
             if isinstance(register, Register) and register.name != "_":
                 width = self._bytes_of(register.name)
         slots = [self._slot(v, width) for v in values]
         header = [size, width, int(kind[0] == "s"), len(slots)]
-        spelled = f"{parts[0]}.{space}" if space else parts[0]
-        if spelled == "ld.global" and self._acquires():
-            spelled = ACQUIRES
+        order = self._order() if space in ("", "global", "shared") else []
+        spelled = ".".join([parts[0], *order, *([space] if space else [])])
         self._emit(spelled, [*header, *slots, *self._address(where)])
 
-    def _acquires(self) -> bool:
+    def _order(self) -> list[str]:
+        """The part of the opcode that says how an access is ordered."""
         assert self.now is not None
-        return ".acquire" in self.now.opcode
+        parts = self.now.opcode.split(".")
+        return [order for order in _ORDERS if order in parts][:1]
 
     def _matrices(self, name: str, operands: Sequence[Operand]) -> None:
         kind = name.partition(".")[0]
@@ -338,6 +417,9 @@ class _Encoder:
     def _atomic(self, name: str, operands: Sequence[Operand]) -> None:
         kind, *parts = name.replace(".noftz", "").split(".")
         space = 1 if "shared" in parts else 0 if "global" in parts else 2
+        both, order = "acq_rel" in parts, self._order()
+        acquires, releases = (both or order == [name] for name in ("acquire", "release"))
+        space += 4 * acquires + 8 * releases
         count = _ADDED_AT_ONCE.get(name, 1)
         if count > 1:
             parts.pop(-2)
@@ -408,7 +490,7 @@ class _Encoder:
         if kind == "cluster":
             self._emit("", [], CLUSTER_ARRIVE if ".arrive" in name else CLUSTER_WAIT)
         elif kind == "warp":
-            self._emit("bar.warp", [])
+            self._emit("bar.warp", [self._slot(operands[0], 4)])
         elif kind in ("sync", "arrive"):
             numbers = [o.value if isinstance(o, Immediate) else ~self._slot(o, 4) for o in operands]
             self._emit("", [*numbers, 0][:2], SYNC if kind == "sync" else ARRIVE)

@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any, SupportsFloat, SupportsIndex
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from flashwright.build.compile import NAME, build
-from flashwright.emulate.emulate import GAP, LaunchResult, behind, launch, prepare
+from flashwright.emulate.emulate import GAP, LaunchResult, behind, launch, prepare, variables_of
+from flashwright.emulate.encode import MODULE, PlacedVariable
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import parse
 from flashwright.emulate.places import Extent, Origin, diagnostics
 from flashwright.emulate.profile import Profile, profile
 from flashwright.emulate.ptx import Variable
-from flashwright.emulate.structs import Region
+from flashwright.emulate.structs import EMPTY, READ, READ_WRITE, Region
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.render import terminal
 from flashwright.untrusted.build import build_untrusted
@@ -101,6 +102,13 @@ def _is_ptx(text: str) -> bool:
     return any(line.strip().startswith(".version") for line in text.splitlines()[:50])
 
 
+@dataclass(frozen=True)
+class Empty:
+    """An array of which a launch may read only what it has written before."""
+
+    array: Array
+
+
 class EmulatedKernel:
     """A kernel of PTX. Call it with the grid, the block and its arguments."""
 
@@ -118,6 +126,10 @@ class EmulatedKernel:
         self.parameters = module.entries[self.entry].parameters
         """The names of the parameters that are floating-point numbers."""
         self.program = prepare(ptx, self.entry)
+        self.variables = variables_of(self.program)
+        """The `__device__` and `__constant__` variables; they persist from launch to launch."""
+        self.constants: set[str] = set()
+        """The constants that were set by copy_to_symbol."""
 
     def __repr__(self) -> str:
         return f"<emulated kernel {self.entry}, {len(self.parameters)} parameters>"
@@ -128,8 +140,9 @@ class EmulatedKernel:
         """Launch it; what it writes is in the arrays afterwards.
 
         A contiguous NumPy array is passed as a pointer to its data, and the kernel may write to it
-        unless it is marked as read-only. Numbers are passed in the parameter's own size, a bytes
-        object as a struct. `shared` are the bytes of dynamic shared memory; `schedule` says when
+        unless it is marked as read-only; an Empty one is memory that is allocated and not set.
+        Numbers are passed in the parameter's own size, a bytes object as a struct. `shared` are the
+        bytes of dynamic shared memory; `schedule` says when
         asynchronous work is done: "eager", "lazy" or "random:SEED".
         """
         if len(args) != len(self.parameters):
@@ -137,23 +150,61 @@ class EmulatedKernel:
             raise TypeError(text)
         packed, regions, extents = self._packed(args)
         sizes, threads = _size("grid", grid), _size("block", block)
-        given = (regions, packed, sizes, threads, shared, schedule, None, self.machine)
-        done = launch(self.program, *given)
+        given = (regions, packed, sizes, threads, shared, schedule, self.variables, self.machine)
+        done = launch(self.program, *given, self.constants)
+        extents += [
+            Extent(name, MODULE + placed.offset, placed.variable.size)
+            for name, placed in self.program.variables.items()
+        ]
         return self._launched(done, tuple(sizes), tuple(extents))
+
+    def other(self, entry: str) -> EmulatedKernel:
+        """Another kernel of the same module. The two share the variables of the module."""
+        made = EmulatedKernel(self.ptx, entry, self.name, self.text, self.machine)
+        made.variables, made.constants = self.variables, self.constants
+        return made
+
+    def copy_to_symbol(self, name: str, value: Any) -> None:
+        """Set a `__device__` or `__constant__` variable, as cudaMemcpyToSymbol does.
+
+        An array or bytes of the variable's size, or a number for a variable that is one.
+        """
+        name, placed = self._symbol(name)
+        size = placed.variable.size
+        if isinstance(value, np.ndarray | np.generic | bytes | bytearray):
+            data = bytes(value) if isinstance(value, bytes | bytearray) else value.tobytes()
+            if len(data) != size:
+                raise ValueError(f"{name} has {size} bytes, and {len(data)} are given")
+        else:
+            data = _number(name, value, placed.variable, placed.variable.real)
+        self.variables[placed.offset : placed.offset + size] = np.frombuffer(data, np.uint8)
+        self.constants.add(name)
+
+    def copy_from_symbol(self, name: str, dtype: DTypeLike = np.uint8) -> Array:
+        """The contents of a `__device__` or `__constant__` variable, as cudaMemcpyFromSymbol."""
+        _, placed = self._symbol(name)
+        end = placed.offset + placed.variable.size
+        return self.variables[placed.offset : end].copy().view(dtype)
+
+    def _symbol(self, wanted: str) -> tuple[str, PlacedVariable]:
+        name = _choose(list(self.program.variables), wanted, "variable")
+        return name, self.program.variables[name]
 
     def _packed(self, args: Sequence[Any]) -> tuple[bytes, list[Region], list[Extent]]:
         packed, regions, extents, base = b"", [], [], GAP
         for number, (parameter, value) in enumerate(zip(self.parameters, args, strict=True)):
             packed = packed.ljust(-(-len(packed) // parameter.align) * parameter.align, b"\0")
-            if isinstance(value, np.ndarray) and value.ndim:
-                array = _pointed(number, value, parameter)
-                use = int(array.flags.writeable)  # to read alone, or to read and to write
+            given = value.array if isinstance(value, Empty) else value
+            if isinstance(given, np.ndarray) and given.ndim:
+                array = _pointed(number, given, parameter)
+                use = EMPTY if given is not value else READ_WRITE
+                use = use if array.flags.writeable else READ
                 regions.append(Region(base, array.nbytes, array.ctypes.data, use))
                 extents.append(Extent(f"argument {number}", base, array.nbytes))
                 packed += struct.pack("<Q", base)
                 base = behind(base, array.nbytes)
             else:
-                packed += _number(number, value, parameter, parameter.real)
+                packed += _number(f"argument {number}", value, parameter, parameter.real)
         return packed, regions, extents
 
     def _launched(
@@ -165,7 +216,7 @@ class EmulatedKernel:
         return LaunchReport(done.findings, done.counts, told, counted, self.name, self.text)
 
 
-def _choose(names: list[str], wanted: str | None) -> str:
+def _choose(names: list[str], wanted: str | None, what: str = "kernel") -> str:
     if wanted in names:
         return str(wanted)
     # C++ puts the length before a name: _Z5saxpyPf is saxpy.
@@ -173,9 +224,10 @@ def _choose(names: list[str], wanted: str | None) -> str:
     if len(found) == 1:
         return found[0]
     listed = ", ".join(names) or "none"
-    text = "there is no kernel" if not found else "there are several kernels"
+    text = f"there is no {what}" if not found else f"there are several {what}s"
     text += f" {wanted}" if wanted is not None else ""
-    raise Failed(Diagnostic("FW831", f"{text}; the kernels are: {listed}", help="name one: entry="))
+    text += f"; the {what}s are: {listed}"
+    raise Failed(Diagnostic("FW831", text, help="name one: entry=" if what == "kernel" else None))
 
 
 def _size(name: str, given: Size) -> list[int]:
@@ -195,7 +247,7 @@ def _pointed(number: int, array: Array, parameter: Variable) -> Array:
     return array
 
 
-def _number(number: int, value: Any, parameter: Variable, real: bool) -> bytes:
+def _number(name: str, value: Any, parameter: Variable, real: bool) -> bytes:
     """A value as the bytes of its parameter."""
     size = parameter.size
     if isinstance(value, bytes | bytearray | np.generic | np.ndarray):
@@ -209,5 +261,5 @@ def _number(number: int, value: Any, parameter: Variable, real: bool) -> bytes:
         if -(1 << 8 * size - 1) <= whole < 1 << 8 * size:
             return (whole % (1 << 8 * size)).to_bytes(size, "little")
     kind = "floating-point number" if real else "whole number"
-    text = f"argument {number} is {value!r}, which is no {kind} of {size} bytes"
+    text = f"{name} is {value!r}, which is no {kind} of {size} bytes"
     raise TypeError(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flashwright.emulate.ptx import (
@@ -35,11 +35,26 @@ _VARIABLE = re.compile(
     r"(?P<size>(?:\[\d*\])*)\s*(?:=\s*(?P<data>.*))?$",
     re.DOTALL,
 )
+_NUMBER = re.compile(
+    r"(?P<whole>-?0[xX][0-9a-fA-F]+|-?\d+)U?|0[fF](?P<float>[0-9a-fA-F]{8})"
+    r"|0[dD](?P<double>[0-9a-fA-F]{16})"
+)
+_INITIAL = re.compile(r"(?:generic\(([\w$]+)\)|([A-Za-z_$][\w$]*))\s*(\+\d+)?")
 _LOC = re.compile(
     r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?", re.DOTALL
 )
 _FILE = re.compile(r'\.file\s+(\d+)\s+"((?:[^"\\]|\\.)*)"')
 _ENTRY = re.compile(r"(?:\.(?:visible|weak)\s+)?\.entry\s+([\w$]+)\s*(?:\((.*?)\))?(.*)", re.DOTALL)
+_FUNCTION = re.compile(
+    r"(?:\.(?:visible|extern|weak)\s+)*\.func\s*(?:\(([^()]*)\))?\s*([\w$]+)\s*"
+    r"(?:\(([^()]*)\))?(.*)",
+    re.DOTALL,
+)
+_CALL = re.compile(
+    r"\s*(?:\(([^()]*)\)\s*,)?\s*(%?[\w$]+)\s*(?:,\s*\(([^()]*)\))?\s*(?:,\s*[\w$]+)?\s*"
+)
+_DIRECTIVE = re.compile(r"\.([a-z]+)\s*(\d+(?:\s*,\s*\d+)*)?")
+_IGNORED = (".version", ".address_size", ".pragma", ".file", ".callprototype", ".calltargets")
 _LABEL = re.compile(r"\s*([\w$]+)\s*:(?!:)")
 _WITHOUT_LABELS = re.compile(r"^\s*(?:[\w$]+\s*:(?!:)\s*)*")
 _DEPTH = 32  # of calls inlined into each other
@@ -68,14 +83,19 @@ class _Scope:
     """The index of its first instruction."""
     registers: dict[str, str] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
-class _KernelBody:
-    """A kernel while it is parsed."""
+class _Body:
+    """A kernel or a device function while it is parsed."""
 
     name: str
     parameters: tuple[Variable, ...]
+    directives: dict[str, tuple[int, ...]]
+    results: tuple[Variable, ...] | None = None
+    """None for a kernel."""
+    failure: Failed | None = None
     registers: dict[str, str] = field(default_factory=dict)
     variables: list[Variable] = field(default_factory=list)
     code: list[Instruction] = field(default_factory=list)
@@ -102,7 +122,8 @@ class _Parser:
         self.target = ""
         self.variables: list[Variable] = []
         self.entries: dict[str, Entry] = {}
-        self.body: _KernelBody | None = None
+        self.functions: dict[str, Entry] = {}
+        self.body: _Body | None = None
         self.source_lines: tuple[SourceLine, ...] = ()
         self.inlined: dict[tuple[int, int, int], tuple[int, int, int]] = {}
         self.fresh = 0
@@ -114,8 +135,18 @@ class _Parser:
             try:
                 self._statement(line, statement, end)
             except UNREADABLE:
-                raise bad(line, f"cannot read `{statement.strip()[:60]}`") from None
-        return Module(self.target, self.entries, tuple(self.variables))
+                self._fail(line, bad(line, f"cannot read `{statement.strip()[:60]}`"), end)
+            except Failed as failed:
+                self._fail(line, failed, end)
+        return Module(self.target, self.entries, tuple(self.variables), self.functions)
+
+    def _fail(self, line: int, failed: Failed, end: str) -> None:
+        """A function that is not called may have lines that cannot be read."""
+        if self.body is None or self.body.results is None:
+            raise failed
+        self.body.failure = self.body.failure or failed
+        if end == "}":
+            self._close(line)
 
     # --- statements ---------------------------------------------------------------------------
 
@@ -146,11 +177,19 @@ class _Parser:
         if text.startswith(".section"):
             self.section = True
             return
-        entry = _ENTRY.match(text)
-        if entry is None:
+        entry, function = _ENTRY.match(text), _FUNCTION.match(text)
+        if entry is not None:
+            parameters = self._parameters(line, entry[2])
+            self.body = _Body(entry[1], parameters, _directives(entry[3]))
+        elif function is not None:
+            results, parameters = (self._parameters(line, function[n]) for n in (1, 3))
+            self.body = _Body(function[2], parameters, {}, results)
+        else:
             raise bad(line, f"only kernels can be executed, not `{text.split('(')[0][:60]}`")
-        parts = [p.strip() for p in (entry[2] or "").split(",") if p.strip()]
-        self.body = _KernelBody(entry[1], tuple(self._variable(line, p) for p in parts))
+
+    def _parameters(self, line: int, text: str | None) -> tuple[Variable, ...]:
+        parts = [part.strip() for part in (text or "").split(",")]
+        return tuple(self._variable(line, part) for part in parts if part)
 
     def _close(self, line: int) -> None:
         body = self.body
@@ -159,13 +198,17 @@ class _Parser:
         if body.scopes:
             body.leave()
             return
-        self.entries[body.name] = Entry(
+        made = self.entries if body.results is None else self.functions
+        made[body.name] = Entry(
             body.name,
             body.parameters,
             body.registers,
             tuple(body.variables),
             tuple(body.code),
             body.labels,
+            body.directives,
+            body.results or (),
+            body.failure,
         )
         self.body, self.source_lines = None, ()
 
@@ -176,15 +219,27 @@ class _Parser:
             self._loc(text)
         elif text.startswith(".target"):
             self.target = text.split()[1].rstrip(",")
-        elif text.startswith((".version", ".address_size", ".pragma", ".file")):
+        elif text.startswith(_IGNORED) or _FUNCTION.match(text):  # or a declaration
             return
         elif text.startswith("."):
-            variable = self._variable(line, text)
-            (self.body.variables if self.body else self.variables).append(variable)
+            self._declare(self._variable(line, text))
         elif self.body is None:
             raise bad(line, f"`{text[:60]}` stands outside of any kernel")
         else:
             self.body.code.append(self._instruction(line, text))
+
+    def _declare(self, variable: Variable) -> None:
+        body = self.body
+        if body is None:
+            self.variables.append(variable)
+            return
+        if variable.space == "param":  # of a call
+            variable = replace(variable, space="local")
+        if body.scopes:
+            own = f"{variable.name}@{body.scopes[-1].number}"
+            body.scopes[-1].variables[variable.name] = own
+            variable = replace(variable, name=own)
+        body.variables.append(variable)
 
     def _loc(self, text: str) -> None:
         found = _LOC.match(text)
@@ -237,18 +292,31 @@ class _Parser:
             for s in (*found["how"].replace(".", "").split()[::-1], "global")
             if s in ("const", "global", "shared", "local", "param")
         )
-        data = self._data(line, found["data"], _SIZES[kind]) if found["data"] else b""
+        if space != "shared" and ".extern" in found["how"]:
+            raise bad(line, f"the variable {found['name']} is defined in another file")
+        data, addresses = self._data(line, found["data"] or "", _SIZES[kind])
         align, real = int(found["align"] or _SIZES[kind]), found["type"].startswith("f")
         if align not in _ALIGNMENTS or len(data) > max(size, 1):
             raise bad(line, f"cannot read `{text[:60]}`")
-        return Variable(found["name"], space, align, size, data, real)
+        return Variable(found["name"], space, align, size, data, addresses, real)
 
-    def _data(self, line: int, text: str, size: int) -> bytes:
-        numbers = re.findall(r"-?0[xX][0-9a-fA-F]+|-?\d+", text.replace("U", ""))
-        try:
-            return b"".join((int(n, 0) % (1 << 8 * size)).to_bytes(size, "little") for n in numbers)
-        except ValueError:
-            raise bad(line, f"cannot read `{text[:60]}`") from None
+    def _data(
+        self, line: int, text: str, size: int
+    ) -> tuple[bytes, tuple[tuple[int, str, int], ...]]:
+        """The bytes of an initialiser, and the addresses in it."""
+        data, addresses = b"", []
+        for part in re.sub(r"[{}]", " ", text).split(",") if text.strip() else ():
+            number, address = _NUMBER.fullmatch(part.strip()), _INITIAL.fullmatch(part.strip())
+            if number:
+                word = number["float"] or number["double"]
+                value = int(word, 16) if word else int(number["whole"], 0)
+                data += (value % (1 << 8 * size)).to_bytes(size, "little")
+            elif address and size == _SIZES["b64"]:
+                addresses.append((len(data), address[1] or address[2], int(address[3] or 0)))
+                data += bytes(size)
+            else:
+                raise bad(line, f"cannot read the initialiser `{part.strip()[:60]}`")
+        return data, tuple(addresses)
 
     # --- instructions -------------------------------------------------------------------------
 
@@ -262,8 +330,36 @@ class _Parser:
         if found is None:
             raise bad(line, f"cannot read `{text[:60]}`")
         opcode, rest = found[0], text[found.end() :]
-        operands = _Operands(line, rest, self._register).all()
+        if opcode.partition(".")[0] == "call":
+            return Instruction(opcode, self._call(line, rest), guard, line, self.source_lines)
+        operands = _Operands(line, rest, self._register, self._symbol).all()
+        if opcode.startswith(("ld.param", "st.param")) and self._is_of_call(operands):
+            opcode = opcode.replace(".param", ".local")
         return Instruction(opcode, operands, guard, line, self.source_lines)
+
+    def _call(self, line: int, text: str) -> tuple[Operand, ...]:
+        """The function, its results and its parameters."""
+        found = _CALL.fullmatch(text)
+        if found is None:
+            raise bad(line, f"cannot read `call {text.strip()[:60]}`")
+        target = Register(found[2]) if found[2].startswith("%") else Symbol(found[2])
+        given = [[part.strip() for part in (found[n] or "").split(",")] for n in (1, 3)]
+        results, parameters = (
+            Vector(tuple(Symbol(self._symbol(name)) for name in names if name)) for names in given
+        )
+        return target, results, parameters
+
+    def _is_of_call(self, operands: Sequence[Operand]) -> bool:
+        """Whether an access is to a variable of a call, not to a parameter of the kernel."""
+        bases = [one.base for one in operands if isinstance(one, Address)]
+        names = {one.name for one in (self.body.variables if self.body else ())}
+        return any(isinstance(base, Symbol) and base.name in names for base in bases)
+
+    def _symbol(self, name: str) -> str:
+        for scope in reversed(self.body.scopes if self.body else []):
+            if name in scope.variables:
+                return scope.variables[name]
+        return name
 
     def _register(self, name: str, negated: bool = False) -> Register:
         body = self.body
@@ -276,9 +372,15 @@ class _Parser:
 class _Operands:
     """The operands of one instruction."""
 
-    def __init__(self, line: int, text: str, register: object) -> None:
+    def __init__(
+        self,
+        line: int,
+        text: str,
+        register: Callable[..., Register],
+        symbol: Callable[[str], str],
+    ) -> None:
         self.line, self.text = line, text
-        self.register = register
+        self.register, self.symbol = register, symbol
         self.tokens = _TOKEN.findall(text)
         self.at = 0
 
@@ -315,7 +417,7 @@ class _Operands:
         if token == "!":
             name = self._peek()
             self.at += 1
-            return self.register(name, True)  # type: ignore[operator, no-any-return]
+            return self.register(name, True)
         if token == "-":
             inner = self._single()
             if isinstance(inner, Immediate):
@@ -328,13 +430,15 @@ class _Operands:
             return Immediate(int(token[2:], 16), 32)
         if token[:2] in ("0d", "0D") and len(token) == 18:
             return Immediate(int(token[2:], 16), 64)
+        if token == "WARP_SZ":
+            return Immediate(32)
         if token[:1].isdigit():
             return Immediate(int(token.rstrip("U"), 0))
         if token[:1] == "%" or token == "_":
-            return self.register(token)  # type: ignore[operator, no-any-return]
+            return self.register(token)
         if re.fullmatch(r"[A-Za-z_$][\w$]*", token):
-            found: Register = self.register(token)  # type: ignore[operator]
-            return found if found.name != token else Symbol(token)
+            found = self.register(token)
+            return found if found.name != token else Symbol(self.symbol(token))
         raise bad(self.line, f"cannot read `{token}` in `{self.text.strip()[:60]}`")
 
     def _vector(self) -> Vector:
@@ -364,6 +468,14 @@ class _Operands:
             coordinates = self._vector()
         self._take("]")
         return Address(base, offset, coordinates)
+
+
+def _directives(text: str) -> dict[str, tuple[int, ...]]:
+    """The directives between a kernel's parameters and its body, with their numbers."""
+    return {
+        name: tuple(int(n) for n in re.findall(r"\d+", numbers))
+        for name, numbers in _DIRECTIVE.findall(text)
+    }
 
 
 def _without_comments(text: str) -> str:

@@ -199,10 +199,18 @@ def _told(one: Finding, origin: Origin) -> str:
         return _waits(one)
     if one.kind in _BOXES and second and "bulk.tensor" in one.instruction.opcode:
         return _box(one, origin)
+    if one.kind == "divergent" and one.lane >= 0:
+        return f"executes {one.instruction.opcode} with the mask {one.address:#x}, without itself"
     if one.kind == "divergent":
         return f"executes {one.instruction.opcode} with only a part of its warp"
     if one.kind == "trap":
-        return "stops the kernel"
+        failed = one.instruction.opcode == "__assertfail"
+        return "fails an assertion" if failed else "stops the kernel"
+    if one.kind == "proxy" and one.other and one.other.opcode.startswith("mbarrier.init"):
+        barrier = f"the mbarrier at {one.address:#x} with no fence.mbarrier_init"
+        return f"copies by {barrier} or fence.proxy.async since {other}"
+    if one.kind == "race" and one.other == one.instruction and first > 0:
+        return f"{verb} {count}{where}, where lane {first} writes another value at the same time"
     return {
         "out_of_bounds": f"{verb} {count}{where}, where there is nothing",
         "misaligned": f"{verb} {count}{where}, which is no multiple of {size or 'its size'}",
@@ -271,7 +279,8 @@ def _address(one: Finding, origin: Origin) -> str:
         side = "behind the end of" if gap >= 0 else "before the beginning of"
         return f"byte {abs(gap)} {side} `{extent.name}`"
     shared = ".shared" in opcode or "matrix" in opcode
-    return f"{'shared' if shared else 'global'} address {one.address:#x}"
+    space = "shared" if shared else "local" if ".local" in opcode else "global"
+    return f"{space} address {one.address:#x}"
 
 
 def _beyond(extent: Extent, address: int) -> int:

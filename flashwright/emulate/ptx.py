@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from flashwright.lang.diagnostic import Failed
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,15 @@ class Variable:
     size: int
     """Bytes; 0 for shared memory that the launch sizes."""
     data: bytes = b""
+    addresses: tuple[tuple[int, str, int], ...] = ()
+    """Where the data has addresses: the offset, the variable, and what is added to its address."""
     real: bool = False
     """Whether it is a floating-point number."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel: its parameters, registers, labels and instructions."""
+    """A kernel or a device function: its parameters, registers, labels and instructions."""
 
     name: str
     parameters: tuple[Variable, ...]
@@ -105,6 +109,12 @@ class Entry:
     code: tuple[Instruction, ...]
     labels: Mapping[str, int]
     """The index of the instruction behind each label."""
+    directives: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """What it demands of a launch, such as maxntid: the numbers behind each directive."""
+    results: tuple[Variable, ...] = ()
+    """Of a device function."""
+    failure: Failed | None = None
+    """Why a device function cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -115,3 +125,5 @@ class Module:
     entries: Mapping[str, Entry]
     variables: tuple[Variable, ...] = ()
     """Outside of any kernel."""
+    functions: Mapping[str, Entry] = field(default_factory=dict)
+    """The device functions that are not inlined."""

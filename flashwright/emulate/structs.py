@@ -8,9 +8,13 @@ from __future__ import annotations
 import ctypes
 import struct
 
+READ, READ_WRITE, OUTPUT, EMPTY, UNSET = range(5)
+"""The uses of a region. An output is unset, and a kernel may add to it: an earlier kernel may have
+set it to 0. An empty region is unset. UNSET is a constant that is unset: a kernel cannot set it."""
+
 
 class Region(ctypes.Structure):
-    """Global memory that a launch may use: 0 to read, 1 to read and write, 2 an output."""
+    """Global memory that a launch may use."""
 
     _fields_ = (
         ("base", ctypes.c_uint64),

@@ -8,6 +8,7 @@ import struct
 from flashwright.emulate.ptx import Immediate, Operand, Pair, Vector
 
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
+_COMBINED = frozenset(("and", "or", "xor"))  # comparisons with a predicate as their last operand
 _TYPE = re.compile(r"\.(?:[usb](8|16|32|64|128)|(?:b?f|tf)(16|32|64))(?:x2)?\b")
 
 
@@ -39,13 +40,19 @@ def width_of(name: str) -> int:
 
 
 def operand_width(name: str, number: int, count: int, size: int) -> int:
-    """The width of an operand whose type is not the instruction's."""
-    first = name.partition(".")[0]
+    """The width of an operand whose type is not the instruction's; 0 for a predicate."""
+    first, *parts = name.split(".")
+    if parts[-1:] == ["pred"] and first != "vote":
+        return 0
+    if first == "selp" or (first in ("set", "setp") and _COMBINED.intersection(parts)):
+        return 0 if number == count - 1 else size
+    if first == "vote" and number == 1:
+        return 0
     if first in ("shl", "shr") and number == 2:
         return 4
     if first in ("bfe", "bfi") and number >= count - 2:
         return 4
-    if first == "match" and number == count - 1:
+    if first in ("match", "mapa") and number == count - 1:
         return 4
     if name.startswith("mad.wide") and number == 3:
         return 2 * size

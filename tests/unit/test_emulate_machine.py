@@ -4,50 +4,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pytest
 
-from flashwright.emulate.emulate import LaunchResult, launch
+from flashwright.emulate.emulate import launch
 from flashwright.emulate.encode import encode
 from flashwright.emulate.parse import parse
 from flashwright.emulate.structs import Region
 from flashwright.emulate.tensor_map import encode_tensor_map
 from flashwright.lang.diagnostic import Failed
-
-HEAD = ".version 8.4\n.target sm_90a\n.address_size 64\n"
-SCHEDULES = ("eager", "lazy", "random:3")
-BASE = 1 << 20
-
-
-def run(
-    body: str,
-    out: Any,
-    threads: int = 32,
-    schedule: str = "eager",
-    shared: int = 0,
-    grid: int = 1,
-    use: int = 1,
-) -> LaunchResult:
-    """A kernel with one parameter, the array `out`: its body in PTX."""
-    registers = ".reg .pred %p<8>;\n.reg .b32 %r<32>;\n.reg .f32 %f<8>;\n.reg .b64 %rd<16>;\n"
-    start = "ld.param.u64 %rd0, [out];\nmov.u32 %r0, %tid.x;\n"
-    text = f"{HEAD}.visible .entry k(.param .u64 out)\n{{\n{registers}{start}{body}\nret;\n}}\n"
-    module = parse(text)
-    regions = [Region(BASE, out.nbytes, out.ctypes.data, use)]
-    program = encode(module, module.entries["k"])
-    return launch(program, regions, struct.pack("<Q", BASE), [grid], [threads], shared, schedule)
-
-
-def store(value: str = "%r1", index: str = "%r0") -> str:
-    """out[index] = value."""
-    return f"mad.wide.u32 %rd9, {index}, 4, %rd0;\nst.global.u32 [%rd9], {value};\n"
-
-
-def kinds(result: LaunchResult) -> set[str]:
-    return {f.kind for f in result.findings}
-
+from tests.unit.ptx_kernels import BASE, HEAD, SCHEDULES, kinds, run, store
 
 # --- control ----------------------------------------------------------------------------------
 
@@ -421,6 +388,7 @@ LOADED = """
     mov.u32 %r3, tile;
     setp.eq.u32 %p0, %r0, 0;
     @%p0 mbarrier.init.shared::cta.b64 [%r2], 1;
+    fence.mbarrier_init.release.cluster;
     bar.sync 0;
     @%p0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 64;
     @%p0 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes

@@ -163,3 +163,78 @@ def test_the_example_runs_and_finds_the_missing_barrier() -> None:
     assert "nothing found" in first
     assert re.search(r"largest error [\d.]+e-0[789]", first)
     assert "error[FW837]: race at kernel.cu:" in second
+
+
+STATE = """
+__device__ float half = 0.5f;
+__device__ double third = 1.0 / 3;
+__device__ int count;
+__device__ int* pointer = &count;
+__constant__ int weights[2];
+namespace inner { __constant__ short offset; }
+__constant__ struct { long long a; int* b; } both = {5, &count};
+
+extern "C" __global__ void added(int* y) {
+  y[0] = atomicAdd(&count, weights[threadIdx.x]);
+  y[1] = inner::offset;
+}
+extern "C" __global__ void shown(float* y) {
+  y[0] = half; y[1] = (float)third; y[2] = *pointer; y[3] = both.a; y[4] = *both.b;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def state() -> EmulatedKernel:
+    return flashwright.emulate.kernel(STATE, "added")
+
+
+def test_variables_of_a_module_persist_and_can_be_set(state: EmulatedKernel) -> None:
+    y, shown = np.zeros(5, np.int32), np.zeros(5, np.float32)
+    added = EmulatedKernel(state.ptx, "added")
+    added.copy_to_symbol("weights", np.array([3, 4], np.int32))
+    added.copy_to_symbol("offset", -7)
+    for launch in range(3):
+        assert added(1, 1, y).ok
+        assert y[:2].tolist() == [3 * launch, -7]
+    assert added.copy_from_symbol("count", np.int32).tolist() == [9]
+    assert added.other("shown")(1, 1, shown).ok
+    np.testing.assert_array_equal(shown, np.float32([0.5, 1 / 3, 9, 5, 9]))
+    added.copy_to_symbol("count", 20)
+    assert added(1, 1, y).ok
+    assert y[0] == 20
+    assert state.copy_from_symbol("count", np.int32)[0] == 0, "another module"
+
+
+def test_a_constant_that_was_never_set_is_found(state: EmulatedKernel) -> None:
+    y = np.zeros(2, np.int32)
+    added = EmulatedKernel(state.ptx, "added")
+    done = added(1, 1, y)
+    assert {f.kind for f in done.findings} == {"unwritten"}
+    assert "of `weights`, which nothing has written" in str(done)
+    assert "of `_ZN5inner6offsetE`, which" in str(done)
+    added.copy_to_symbol("weights", bytes(8))
+    assert "weights" not in str(added(1, 1, y))
+
+
+def test_symbols_that_do_not_fit_are_refused(state: EmulatedKernel) -> None:
+    with pytest.raises(ValueError, match="weights has 8 bytes, and 4 are given"):
+        state.copy_to_symbol("weights", np.int32(1))
+    with pytest.raises(TypeError, match=r"count is 1\.5, which is no whole number of 4 bytes"):
+        state.copy_to_symbol("count", 1.5)
+    with pytest.raises(Failed, match=r"there is no variable wights; the variables are: .*weights"):
+        state.copy_from_symbol("wights")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (".global .u32 x = nonsense(y);", "cannot read the initialiser"),
+        (".global .u64 x = generic(z);", "x is initialised with the address of z"),
+        (".extern .global .u32 x;", "x is defined in another file"),
+    ],
+)
+def test_variables_that_cannot_be_initialised_are_refused(line: str, words: str) -> None:
+    text = f".version 8.4\n.target sm_80\n.address_size 64\n{line}\n.entry k()\n{{\nret;\n}}\n"
+    with pytest.raises(Failed, match=words):
+        flashwright.emulate.kernel(text)

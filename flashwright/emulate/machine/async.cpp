@@ -106,6 +106,10 @@ void load_bulk(Context& c, const int32_t* o, uint32_t mask) {
     auto address = static_cast<uint32_t>(address_of(c, o + 3, lane) % kWindow);
     Mbarrier* barrier = mbarrier(c, lane, address);
     if (barrier == nullptr) continue;
+    const Access& made = barrier->made;
+    if (!barrier->fenced && made.time > Clock::at(warp.clock.fenced, made.agent)) {
+      c.machine->find(c, kProxy, lane, address, made.instruction);
+    }
     uint32_t number = ++barrier->issued;
     Cut cut{c, {&warp.clock, barrier->agent, number, warp.number, lane, true}, true, {}, 0};
     cut.all(o + 6, shared);

@@ -1,7 +1,7 @@
 // atom and red: one lane after the other, in the order of their numbers.
 //
-// Among themselves they have no races. Beside plain accesses reductions in global memory may (race.cpp); what atom means to
-// other accesses is up to the program.
+// Among themselves they have no races. Beside plain accesses those in shared memory and reductions in global memory may
+// (race.cpp).
 #include <algorithm>
 
 #include "numbers.h"
@@ -65,24 +65,37 @@ void apply(Context& c, const int32_t* o, int32_t slot, int lane, uint8_t* at, bo
   if (o[3] >= 0) lanes<T>(c, o[3])[lane] = old;
 }
 
-// Operands: whether in shared memory (2: generic), operation, type, slot of the result or -1, slot of the second operand
+// The bytes in shared memory; what is changed and not replaced has to be there.
+uint8_t* changed(Context& c, int lane, uint64_t address, int bytes, bool replaced) {
+  std::vector<uint8_t>& written = c.block->written;
+  bool there = address + bytes > written.size() || std::count(&written[address], &written[address] + bytes, 0) == 0;
+  if (!there && !replaced) c.machine->find(c, kUnwritten, lane, address);
+  return c.machine->shared(c, lane, address, bytes, true, kStrong);
+}
+
+// Operands: whether in shared memory (2: generic), with 4 if it acquires and 8 if it releases, operation, type, slot of the result or -1, slot of the second operand
 // or -1, address, then the slots of the first one, behind their number: several are neighbours in memory.
 void atomic(Context& c, const int32_t* o, uint32_t mask) {
+  int space = o[0] & 3;
   int each = o[2] == kB64 || o[2] == kU64 || o[2] == kS64 || o[2] == kF64 ? 8 : 4, count = o[8], bytes = each * count;
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     int lane = __builtin_ctz(rest);
     uint64_t address = address_of(c, o + 5, lane);
-    bool shared = o[0] == 1 || (o[0] == 2 && address / kWindow * kWindow == kSharedWindow);
+    bool shared = space == 1 || (space == 2 && address / kWindow * kWindow == kSharedWindow);
     uint8_t* at = nullptr;
     if (!shared) {
+      if (o[1] != kExchange) c.machine->check_filled(c, lane, address, bytes);
       at = c.machine->global(c, lane, address, bytes, true, 0, true);
-    } else if ((address %= kWindow) + bytes > c.block->shared.size() || address % bytes != 0) {
-      c.machine->find(c, address % bytes ? kMisaligned : kOutOfBounds, lane, address);
     } else {
-      at = c.block->shared.data() + address;
-      std::fill_n(c.block->written.begin() + address, bytes, 1);
+      at = changed(c, lane, address % kWindow, bytes, o[1] == kExchange);
     }
     if (at == nullptr) continue;
+    if (c.machine->hands_on) {
+      FullWarp& warp = full(c);
+      uint64_t flag = shared ? kSharedWindow + address % kWindow : address;
+      if (o[3] >= 0) c.block->read_flag(warp, flag, (o[0] & 4) != 0);
+      c.block->write_flag(warp, flag, (o[0] & 8) != 0, true);
+    }
     for (int n = 0; n < count; ++n, at += each) {
       int32_t slot = o[9 + n];
       switch (o[2]) {

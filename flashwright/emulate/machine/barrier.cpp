@@ -94,7 +94,7 @@ void arrive(Context& c, const int32_t* o, uint32_t mask) {
     int64_t count = o[4] >= 0 ? lanes<uint32_t>(c, o[4])[lane] : 1;
     arrived(c, lane, address, *barrier, o[6] ? count : 0);
   }
-  ++warp.clock.known[warp.number];  // what it does from here on, those who wait do not know
+  meet(warp);  // what it does from here on, those who wait do not know
 }
 
 // Bytes that a thread says have come. Operands: address, slot of the bytes.
@@ -107,18 +107,32 @@ void complete(Context& c, const int32_t* o, uint32_t mask) {
   }
 }
 
+// The asynchronous proxy sees the mbarriers that this warp has initialised.
+void fence_init(Context& c, const int32_t*, uint32_t) {
+  for (auto& [address, barrier] : c.block->mbarriers) barrier.fenced |= barrier.made.agent == c.warp->number;
+}
+
 // Everything that this warp knows of is now seen by TMA and wgmma too.
 void fence_proxy(Context& c, const int32_t*, uint32_t) {
   FullWarp& warp = full(c);
   Clock known{{}, warp.clock.known};
   warp.clock.join(known);
-  ++warp.clock.known[warp.number];
+  meet(warp);
 }
 
 // Clusters are of one block: another block's shared memory is one's own.
 template <class T>
 void map_address(Context& c, const int32_t* o, uint32_t mask) {
-  for_lanes(mask, [&](int lane) { lanes<T>(c, o[0])[lane] = lanes<T>(c, o[1])[lane]; });
+  for_lanes(mask, [&](int lane) {
+    if (lanes<uint32_t>(c, o[2])[lane] != 0) c.machine->find(c, kOutOfBounds, lane, lanes<T>(c, o[1])[lane]);
+    lanes<T>(c, o[0])[lane] = lanes<T>(c, o[1])[lane];
+  });
+}
+
+// Operands: slot, bytes of it, by how many bits it is shifted.
+void clock(Context& c, const int32_t* o, uint32_t mask) {
+  uint64_t value = static_cast<uint64_t>(full(c).steps) >> o[2];
+  for_lanes(mask, [&](int lane) { std::memcpy(c.warp->registers + o[0] + lane * o[1], &value, o[1]); });
 }
 
 void trap(Context& c, const int32_t*, uint32_t mask) {
@@ -134,7 +148,9 @@ void add_barrier(Table& table) {
   table["mbarrier.arrive"] = arrive;
   table["mbarrier.complete_tx"] = complete;
   table["fence.proxy.async"] = fence_proxy;
+  table["fence.mbarrier_init"] = fence_init;
   table["trap"] = trap;
+  table["clock"] = clock;
   table["mapa.shared::cluster.u32"] = map_address<uint32_t>;
   table["mapa.shared::cluster.u64"] = table["mapa.u64"] = map_address<uint64_t>;
 }

@@ -61,6 +61,28 @@ struct fw_launch {
 
 namespace {
 
+// Whether it is a load that others may have told something: ld.volatile, ld.relaxed, ld.acquire.
+bool is_strong(const std::string& name) {
+  return name.rfind("ld.volatile", 0) == 0 || name.rfind("ld.relaxed", 0) == 0 || name.rfind("ld.acquire", 0) == 0;
+}
+
+// Which lanes execute an instruction together.
+int32_t meeting(const fw_launch& launch, int32_t n) {
+  const std::string name = launch.names[n];
+  switch (launch.code[8 * n + 4]) {
+    case fw::kBarrierSync: case fw::kBarrierArrive: case fw::kClusterArrive: case fw::kClusterWait:
+    case fw::kProductWait: return fw::kWithWarp;
+    default: break;
+  }
+  auto begins = [&](const char* stem) { return name.rfind(stem, 0) == 0; };
+  if (begins("mma.") || begins("ldmatrix") || begins("stmatrix") || begins("movmatrix") || begins("wgmma.")) {
+    return fw::kWithWarp;
+  }
+  bool members = begins("shfl.") || begins("vote.") || begins("match.") || begins("redux.") || begins("elect.") ||
+                 begins("bar.warp");
+  return members ? fw::kWithMembers : fw::kAlone;
+}
+
 // The index of the first instruction that is not known, or -1.
 int32_t decode(const fw_launch& launch, fw::Machine& machine) {
   bool reduces = false, orders = false;
@@ -75,17 +97,18 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
     }
     reduces |= name == "red";
     orders |= name == "atom";
+    machine.hands_on |= name == "atom" || is_strong(name);
     auto found = fw::known().find(name);
     if (found == fw::known().end() && !name.empty()) return n;
     machine.code.push_back({found == fw::known().end() ? nullptr : found->second, c[0], c[1], c[2], c[3], c[4],
-                            c[5], c[6], c[7]});
+                            c[5], c[6], c[7], meeting(launch, n)});
   }
   machine.operands.assign(launch.operands, launch.operands + launch.operand_count);
   machine.touched.assign(launch.touched, launch.touched + launch.touched_count);
   machine.regions.assign(launch.regions, launch.regions + launch.region_count);
-  for (const fw::Region& region : machine.regions) machine.filled.emplace_back(region.use == 2 ? region.size : 0, 0);
+  for (const fw::Region& region : machine.regions) machine.filled.emplace_back(region.use >= fw::kOutput ? region.size : 0, 0);
   for (const fw::Region& region : machine.regions) {
-    if (reduces && !orders) machine.visits.emplace_back(region.use != 0 ? 2 * (region.size / 4 + 1) : 0);
+    if (reduces && !orders) machine.visits.emplace_back(region.use != fw::kRead ? 2 * (region.size / 4 + 1) : 0);
   }
   machine.parameters.assign(launch.parameters, launch.parameters + launch.parameter_bytes);
   machine.schedule = static_cast<fw::Schedule>(launch.schedule);
@@ -137,6 +160,7 @@ void prepare(const fw_launch& launch, fw::Block& block, int number) {
     warp.file.assign(launch.registers, launch.registers + launch.register_bytes);
     warp.registers = warp.file.data();
     warp.local.assign(static_cast<size_t>(launch.local_bytes) * fw::kLanes, 0xff);
+    warp.local_written.assign(warp.local.size(), 0);
     warp.wrote.resize(launch.register_bytes / 8 + 1);
     warp.busy.resize(launch.register_bytes / 8 + 1);
     warp.only_read.resize(launch.register_bytes / 8 + 1);

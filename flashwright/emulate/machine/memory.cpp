@@ -24,16 +24,16 @@ uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes
     Region& region = regions[n];
     if (address < region.base || address + bytes > region.base + region.size) continue;
     uint64_t offset = address - region.base;
-    if (write && region.use == 0) {
+    if (write && (region.use == kRead || region.use == kUnset)) {
       find(context, kReadOnly, lane, address);
       return nullptr;
     }
-    if (region.use == 2) {
+    if (region.use >= kOutput) {
       auto marks = filled[n].begin() + offset;
       if (write) std::fill_n(marks, bytes, 1);
       else if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
     }
-    if (!visits.empty() && region.use != 0) visit(context, lane, n, offset, bytes, reduces);
+    if (!visits.empty() && region.use != kRead) visit(context, lane, n, offset, bytes, reduces);
     return region.data + offset;
   }
   find(context, kOutOfBounds, lane, address);
@@ -64,21 +64,44 @@ bool Machine::shared_async(Context& context, Accessor who, uint64_t address, int
   return true;
 }
 
-uint8_t* Machine::shared(Context& context, int lane, uint64_t address, int bytes, bool write) {
+uint8_t* Machine::shared(Context& context, int lane, uint64_t address, int bytes, bool write, Strength strength) {
   if (address % bytes != 0) {
     find(context, kMisaligned, lane, address);
     return nullptr;
   }
-  FullWarp& warp = full(context);
-  Accessor who{&warp.clock, warp.number, warp.clock.known[warp.number], warp.number, lane, false};
-  if (!shared_async(context, who, address, bytes, write)) return nullptr;
+  if (!shared_async(context, accessor(full(context), lane, strength), address, bytes, write)) return nullptr;
   return context.block->shared.data() + address;
+}
+
+void Machine::check_filled(Context& context, int lane, uint64_t address, int bytes) {
+  for (size_t n = 0; n < regions.size(); ++n) {
+    const Region& region = regions[n];
+    if (region.use != kEmpty || address < region.base || address + bytes > region.base + region.size) continue;
+    auto marks = filled[n].begin() + (address - region.base);
+    if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
+  }
+}
+
+void Machine::find_conflict(Context& context, const uint64_t* address, uint32_t mask, int bytes,
+                            const std::function<const uint8_t*(int)>& from) {
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    int lane = __builtin_ctz(rest);
+    if (address[lane] / kWindow * kWindow == kLocalWindow) continue;  // each lane has its own
+    for (uint32_t later = rest & (rest - 1); later != 0; later &= later - 1) {
+      int other = __builtin_ctz(later);
+      if (address[lane] != address[other] || std::memcmp(from(lane), from(other), bytes) == 0) continue;
+      find(context, kRace, lane, address[lane], context.instruction, other);
+      return;
+    }
+  }
 }
 
 namespace {
 
-// kOrdered: global memory, by a load that orders threads as reductions do.
-enum class Space { kGlobal, kOrdered, kShared, kGeneric, kParameter, kLocal };
+enum class Space { kGlobal, kShared, kGeneric, kParameter, kLocal };
+
+// By which others may be told something; kOrdered is ld.acquire or st.release.
+enum class Order { kPlain, kVolatile, kRelaxed, kOrdered };
 
 uint8_t* within(Context& c, uint8_t* data, size_t size, int lane, uint64_t address, int bytes) {
   if (address + bytes <= size) return data + address;
@@ -91,15 +114,21 @@ uint8_t* parameter(Context& c, int lane, uint64_t address, int bytes) {
   return within(c, all.data(), all.size(), lane, address, bytes);
 }
 
-uint8_t* local(Context& c, int lane, uint64_t address, int bytes) {
+// A copy of a struct may read its padding: something of what is read has to be written, not all.
+uint8_t* local(Context& c, int lane, uint64_t address, int bytes, bool write) {
   auto& all = full(c).local;
   size_t each = all.size() / kLanes;
-  return within(c, all.data() + lane * each, each, lane, address, bytes);
+  uint8_t* found = within(c, all.data() + lane * each, each, lane, address, bytes);
+  if (found == nullptr) return found;
+  auto marks = full(c).local_written.begin() + (found - all.data());
+  if (write) std::fill_n(marks, bytes, 1);
+  else if (std::count(marks, marks + bytes, 0) == bytes) c.machine->find(c, kUnwritten, lane, address);
+  return found;
 }
 
 Space resolve(Space space, uint64_t& address) {
   if (space != Space::kGeneric) {
-    if (space != Space::kGlobal && space != Space::kOrdered) address %= kWindow;
+    if (space != Space::kGlobal) address %= kWindow;
     return space;
   }
   uint64_t window = address / kWindow * kWindow;
@@ -110,13 +139,24 @@ Space resolve(Space space, uint64_t& address) {
   return Space::kGlobal;
 }
 
+template <Order kOrder>
 uint8_t* at(Context& c, Space space, int lane, uint64_t address, int bytes, bool write) {
+  constexpr Strength kStrength =
+      kOrder == Order::kPlain ? kWeak : kOrder == Order::kVolatile ? kVolatile : kStrong;
   switch (space) {
     case Space::kParameter: return parameter(c, lane, address, bytes);
-    case Space::kLocal: return local(c, lane, address, bytes);
-    case Space::kShared: return c.machine->shared(c, lane, address, bytes, write);
-    default: return c.machine->global(c, lane, address, bytes, write, 0, space == Space::kOrdered);
+    case Space::kLocal: return local(c, lane, address, bytes, write);
+    case Space::kShared: return c.machine->shared(c, lane, address, bytes, write, kStrength);
+    default: return c.machine->global(c, lane, address, bytes, write, 0, kOrder != Order::kPlain);
   }
+}
+
+template <Order kOrder>
+void hand_on(Context& c, Space space, uint64_t address, bool write) {
+  if (kOrder == Order::kPlain || !c.machine->hands_on) return;
+  uint64_t flag = space == Space::kShared ? kSharedWindow + address : address;
+  if (write) c.block->write_flag(full(c), flag, kOrder == Order::kOrdered, false);
+  else c.block->read_flag(full(c), flag, kOrder == Order::kOrdered);
 }
 
 // --- what it costs --------------------------------------------------------------------------------
@@ -165,7 +205,7 @@ void count(Context& c, Space space, const Traffic& traffic, int bytes) {
   Counts& counts = c.machine->counts[c.instruction];
   counts.bytes += int64_t{bytes} * traffic.count;
   if (space == Space::kShared) traffic.shared(counts, bytes);
-  if (space == Space::kGlobal || space == Space::kOrdered) traffic.global(counts);
+  if (space == Space::kGlobal) traffic.global(counts);
 }
 
 // --- loads and stores -----------------------------------------------------------------------------
@@ -182,7 +222,7 @@ struct Moved {
 };
 
 // Calls move(lane, bytes in memory or null) for every lane.
-template <Space kSpace, class Move>
+template <Space kSpace, Order kOrder, class Move>
 void access(Context& c, const Moved& a, uint32_t mask, bool write, Move move) {
   Traffic traffic;
   Space space = kSpace;
@@ -191,15 +231,16 @@ void access(Context& c, const Moved& a, uint32_t mask, bool write, Move move) {
     uint64_t address = address_of(c, a.address, lane);
     space = resolve(kSpace, address);
     traffic.address[traffic.count++] = address;
-    move(lane, at(c, space, lane, address, a.bytes * a.count, write));
+    move(lane, at<kOrder>(c, space, lane, address, a.bytes * a.count, write));
+    hand_on<kOrder>(c, space, address, write);
   }
   count(c, space, traffic, a.bytes * a.count);
 }
 
-template <Space kSpace>
+template <Space kSpace, Order kOrder = Order::kPlain>
 void load(Context& c, const int32_t* o, uint32_t mask) {
   Moved a(o);
-  access<kSpace>(c, a, mask, false, [&](int lane, const uint8_t* from) {
+  access<kSpace, kOrder>(c, a, mask, false, [&](int lane, const uint8_t* from) {
     for (int n = 0; n < a.count; ++n) {
       uint64_t value = 0;
       if (from != nullptr) std::memcpy(&value, from + n * a.bytes, a.bytes);
@@ -209,14 +250,20 @@ void load(Context& c, const int32_t* o, uint32_t mask) {
   });
 }
 
-template <Space kSpace>
+template <Space kSpace, Order kOrder = Order::kPlain>
 void store(Context& c, const int32_t* o, uint32_t mask) {
   Moved a(o);
-  access<kSpace>(c, a, mask, true, [&](int lane, uint8_t* to) {
-    for (int n = 0; to != nullptr && n < a.count; ++n) {
-      std::memcpy(to + n * a.bytes, c.warp->registers + a.registers[n] + lane * a.width, a.bytes);
+  uint8_t value[kLanes][32];
+  uint64_t address[kLanes];
+  access<kSpace, kOrder>(c, a, mask, true, [&](int lane, uint8_t* to) {
+    for (int n = 0; n < a.count; ++n) {
+      std::memcpy(&value[lane][n * a.bytes], c.warp->registers + a.registers[n] + lane * a.width, a.bytes);
     }
+    if (to != nullptr) std::memcpy(to, value[lane], a.bytes * a.count);
+    if (kSpace != Space::kLocal) address[lane] = address_of(c, a.address, lane);
   });
+  if (kSpace == Space::kLocal) return;  // each lane has its own
+  c.machine->check_conflicts(c, address, mask, a.bytes * a.count, [&](int lane) { return value[lane]; });
 }
 
 // --- matrices of 8 x 8 ----------------------------------------------------------------------------
@@ -269,9 +316,15 @@ void store_matrix(Context& c, const int32_t* o, uint32_t mask) {
       all.element(n, lane, 1) = static_cast<uint16_t>(pair >> 16);
     }
   }
+  uint64_t address[kLanes];
   for (int lane = 0; lane < 8 * all.many; ++lane) {
+    address[lane] = address_of(c, all.address, lane) % kWindow;
     if (all.place[lane] != nullptr) std::memcpy(all.place[lane], all.rows[lane / 8][lane % 8], 16);
   }
+  uint32_t used = all.many == 4 ? kAll : (1u << 8 * all.many) - 1;
+  c.machine->check_conflicts(c, address, used, 16, [&](int lane) {
+    return reinterpret_cast<const uint8_t*>(all.rows[lane / 8][lane % 8]);
+  });
 }
 
 // --- copies that are waited for later -------------------------------------------------------------
@@ -316,8 +369,11 @@ void wait_all(Context& c, const int32_t*, uint32_t) {
 
 void nothing(Context&, const int32_t*, uint32_t) {}
 
-// Lanes of a warp meet: what each of them did before, the others know.
-void meet(Context& c, const int32_t*, uint32_t) { ++full(c).clock.known[c.warp->number]; }
+void fence_all(Context& c, const int32_t*, uint32_t) {
+  if (c.machine->hands_on) fence(full(c));
+}
+
+void meet_lanes(Context& c, const int32_t*, uint32_t) { meet(full(c)); }
 
 template <uint64_t window, bool to>
 void convert(Context& c, const int32_t* o, uint32_t mask) {
@@ -362,10 +418,23 @@ void finish(Block& block, FullWarp& warp, Queue& queue, size_t kept) {
   ++block.events;
 }
 
+namespace {
+
+template <Order kOrder>
+void add_ordered(Table& table, const std::string& load_name, const std::string& store_name) {
+  table["ld" + load_name + ".global"] = load<Space::kGlobal, kOrder>;
+  table["ld" + load_name + ".shared"] = load<Space::kShared, kOrder>;
+  table["ld" + load_name] = load<Space::kGeneric, kOrder>;
+  table["st" + store_name + ".global"] = store<Space::kGlobal, kOrder>;
+  table["st" + store_name + ".shared"] = store<Space::kShared, kOrder>;
+  table["st" + store_name] = store<Space::kGeneric, kOrder>;
+}
+
+}  // namespace
+
 void add_memory(Table& table) {
   table["ld.param"] = load<Space::kParameter>;
   table["ld.global"] = table["ld.const"] = load<Space::kGlobal>;
-  table["ld.acquire.global"] = load<Space::kOrdered>;
   table["ld.shared"] = load<Space::kShared>;
   table["ld.local"] = load<Space::kLocal>;
   table["ld"] = load<Space::kGeneric>;
@@ -379,8 +448,12 @@ void add_memory(Table& table) {
   table["cp.async.commit_group"] = commit;
   table["cp.async.wait_group"] = wait_group;
   table["cp.async.wait_all"] = wait_all;
-  table["membar"] = table["fence"] = table["nothing"] = nothing;
-  table["bar.warp"] = meet;
+  add_ordered<Order::kVolatile>(table, ".volatile", ".volatile");
+  add_ordered<Order::kRelaxed>(table, ".relaxed", ".relaxed");
+  add_ordered<Order::kOrdered>(table, ".acquire", ".release");
+  table["nothing"] = nothing;
+  table["fence"] = fence_all;
+  table["bar.warp"] = meet_lanes;
   table["cvta.shared.u64"] = convert<kSharedWindow, false>;
   table["cvta.to.shared.u64"] = convert<kSharedWindow, true>;
   table["cvta.local.u64"] = convert<kLocalWindow, false>;

@@ -7,56 +7,74 @@ namespace fw {
 namespace {
 
 constexpr int64_t kPatience = int64_t{1} << 24;  // instructions of one warp: whoever needs more does not end
+constexpr int64_t kTurn = int64_t{1} << 18;      // of one warp, before others go on
+constexpr int kPolls = 32;                       // atomic loads of one warp, before others go on
 
 // Put lanes at a place, together with those that are there already.
-void place(FullWarp& warp, int32_t at, uint32_t mask, bool parked = false) {
-  if (mask == 0) return;
+void place(FullWarp& warp, Fragment one) {
+  if (one.mask == 0) return;
   auto& all = warp.fragments;
-  auto found = std::lower_bound(all.begin(), all.end(), at,
+  auto found = std::lower_bound(all.begin(), all.end(), one.at,
                                 [](const Fragment& f, int32_t value) { return f.at < value; });
-  if (found != all.end() && found->at == at) {
-    found->mask |= mask;
-    found->parked = false;
+  if (found != all.end() && found->at == one.at) {
+    found->mask |= one.mask;
+    found->parked = found->held = false;
   } else {
-    all.insert(found, {at, mask, parked});
+    all.insert(found, one);
   }
+}
+
+uint32_t lanes_of(const FullWarp& warp) {
+  uint32_t all = 0;
+  for (const Fragment& one : warp.fragments) all |= one.mask;
+  return all;
+}
+
+// Other lanes have their turn than those that have polled.
+void rotate(FullWarp& warp, uint32_t polled) {
+  uint32_t others = lanes_of(warp) & ~polled;
+  if (others == 0) return;
+  int last = warp.leader >= 0 ? warp.leader : __builtin_ctz(polled);
+  uint32_t above = others & ~((2u << last) - 1);
+  warp.leader = __builtin_ctz(above != 0 ? above : others);
 }
 
 struct Runner {
   Machine& machine;
   Block& block;
+  bool polling = false;  // whether each warp that went on has only polled
 
   // --- a warp -------------------------------------------------------------------------------------
 
   // The lanes that are furthest behind go on, until they meet others, jump or wait.
   void run(FullWarp& warp, int64_t steps) {
     Context context{&machine, &block, &warp, 0, 0};
+    warp.polled = false;
     while (!machine.stopped && steps > 0) {
-      auto first = std::find_if(warp.fragments.begin(), warp.fragments.end(), [](auto& f) { return !f.parked; });
-      if (warp.fragments.empty()) {
-        warp.state = State::kDone;
-        ++block.events;
-        return;
-      }
-      if (first == warp.fragments.end()) {
+      if (warp.fragments.empty()) return leave(warp);
+      auto picked = pick(context);
+      if (picked == warp.fragments.end()) {
         warp.state = State::kMbarrier;
         return;
       }
-      Fragment now = *first;
-      auto rest = warp.fragments.erase(first);
+      Fragment now = *picked;
+      bool alone = std::exchange(now.held, false);  // nobody will come any more
+      auto rest = warp.fragments.erase(picked);
       int32_t next = rest == warp.fragments.end() ? INT32_MAX : rest->at;
       while (now.at != next && steps > 0) {
         const Code& code = machine.code[now.at];
         const int32_t* operands = machine.operands.data() + code.first;
-        uint32_t mask = now.mask;
-        if (code.guard >= 0) {
-          uint32_t holds = predicate(context, code.guard);
-          mask &= code.negated ? ~holds : holds;
-        }
+        uint32_t mask = executing(context, code, now.mask);
         context.instruction = now.at;
         context.count = code.count;
+        if (code.meets != kAlone && !alone && missing(context, code, mask, now.mask) != 0) {
+          now.held = true;
+          break;
+        }
+        alone = false;
         --steps;
         if (mask != 0) step(context, code, mask);
+        if (mask != 0 && code.meets == kWithMembers) check_members(context, code, mask, now.mask);
         if (code.control == kNormal) {
           if (mask != 0) code.run(context, operands, mask);
           ++now.at;
@@ -64,11 +82,86 @@ struct Runner {
         } else if (control(context, code, operands, mask, now)) {
           return;
         } else {
+          if (warp.polls >= kPolls || steps <= 0) return pass_turn(warp, now.mask);
           now.mask = 0;
           break;
         }
       }
-      place(warp, now.at, now.mask);
+      place(warp, now);
+    }
+  }
+
+  static uint32_t executing(Context& c, const Code& code, uint32_t mask) {
+    if (code.guard < 0) return mask;
+    uint32_t holds = predicate(c, code.guard);
+    return mask & (code.negated ? ~holds : holds);
+  }
+
+  // Lanes elsewhere in the warp that have to execute an instruction together with those in `mask`.
+  uint32_t missing(Context& c, const Code& code, uint32_t mask, uint32_t here) const {
+    FullWarp& warp = full(c);
+    if (mask == 0 || warp.fragments.empty()) return 0;
+    uint32_t others = lanes_of(warp) & ~here;
+    if (code.meets == kWithWarp) return others;
+    int32_t members = machine.operands[code.first + code.count - 1];
+    return others & lanes<uint32_t>(c, members)[__builtin_ctz(mask)];
+  }
+
+  // Lanes are among those that they name, and these execute the instruction, unless they have exited.
+  void check_members(Context& c, const Code& code, uint32_t mask, uint32_t here) {
+    const uint32_t* named = lanes<uint32_t>(c, machine.operands[code.first + code.count - 1]);
+    uint32_t outside = 0, absent = 0;
+    for (int lane = 0; lane < kLanes; ++lane) outside |= (~named[lane] >> lane & 1) << lane;
+    outside &= mask;
+    if (outside != 0) {
+      int lane = __builtin_ctz(outside);
+      machine.find(c, kDivergent, lane, named[lane]);
+      return;
+    }
+    if (mask == kAll) return;
+    uint32_t others = (here | lanes_of(full(c))) & ~mask;
+    for_lanes(mask, [&](int lane) { absent |= named[lane] & others; });
+    if (absent != 0) machine.find(c, kDivergent, -1, absent);
+  }
+
+  // The lanes that go on. Where all of them wait to meet others: those for which nobody is missing any more, else, unless
+  // others wait at an mbarrier, the first ones alone.
+  std::vector<Fragment>::iterator pick(Context& c) {
+    FullWarp& warp = full(c);
+    auto& all = warp.fragments;
+    auto goes = [](const Fragment& f) { return !f.parked && !f.held; };
+    if (all.size() == 1) warp.leader = -1;
+    if (warp.leader >= 0) {
+      auto first = std::find_if(all.begin(), all.end(),
+                                [&](auto& f) { return goes(f) && (f.mask >> warp.leader & 1) != 0; });
+      if (first != all.end()) return first;
+    }
+    auto first = std::find_if(all.begin(), all.end(), goes);
+    if (first != all.end()) return first;
+    for (auto one = all.begin(); one != all.end(); ++one) {
+      const Code& code = machine.code[one->at];
+      if (one->held && missing(c, code, executing(c, code, one->mask), one->mask) == 0) {
+        one->held = false;
+        return one;
+      }
+    }
+    bool parked = std::any_of(all.begin(), all.end(), [](auto& f) { return f.parked; });
+    return parked ? all.end() : all.begin();
+  }
+
+  static void pass_turn(FullWarp& warp, uint32_t mask) {
+    warp.polled = warp.polls >= kPolls;
+    warp.polls = 0;
+    rotate(warp, mask);
+  }
+
+  // Barriers without a count wait for the threads that are still there.
+  void leave(FullWarp& warp) {
+    warp.state = State::kDone;
+    ++block.events;
+    for (int number = 0; number < static_cast<int>(block.barriers.size()); ++number) {
+      const Barrier& barrier = block.barriers[number];
+      if (barrier.arrived > 0 && barrier.arrived >= wanted(number)) complete(number);
     }
   }
 
@@ -97,13 +190,13 @@ struct Runner {
   bool control(Context& c, const Code& code, const int32_t* o, uint32_t mask, Fragment& now) {
     FullWarp& warp = full(c);
     if (code.control == kBranch || code.control == kExit) {
-      if (code.control == kBranch) place(warp, o[0], mask);
-      place(warp, now.at + 1, now.mask & ~mask);
+      if (code.control == kBranch) place(warp, {o[0], mask});
+      place(warp, {now.at + 1, now.mask & ~mask});
       return false;
     }
     bool waits = mask != 0 && wait(c, code, o, mask);
     bool again = waits && (code.control == kMbarrierWait || code.control == kProductWait);
-    place(warp, again ? now.at : now.at + 1, now.mask, waits && code.control == kMbarrierWait);
+    place(warp, {again ? now.at : now.at + 1, now.mask, waits && code.control == kMbarrierWait});
     if (waits) ++machine.counts[c.instruction].waits;
     return waits;
   }
@@ -113,39 +206,56 @@ struct Runner {
       case kMbarrierWait: return wait_mbarrier(c, o, mask);
       case kClusterWait: return wait_cluster(c);
       case kProductWait: return wait_products(c, o[0]);
-      case kClusterArrive: return arrive(c, 16, everybody(), false);
+      case kClusterArrive: return arrive(c, 16, 0, false);
       default: break;
     }
     // The number and the count are constants, or, below 0, the complement of a slot.
     int lane = __builtin_ctz(mask);
     auto value = [&](int32_t x) { return x >= 0 ? x : static_cast<int32_t>(lanes<uint32_t>(c, ~x)[lane]); };
     int number = value(o[0]) & 15, wanted = value(o[1]);
-    uint32_t live = mask;
-    for (const Fragment& other : full(c).fragments) live |= other.mask;
+    uint32_t live = mask | lanes_of(full(c));
     if (live != mask) machine.find(c, kDivergent, -1, live & ~mask);
-    return arrive(c, number, wanted ? wanted : everybody(), code.control == kBarrierSync);
+    return arrive(c, number, wanted, code.control == kBarrierSync);
   }
-
-  int everybody() const { return static_cast<int>(block.warps.size()) * kLanes; }
 
   // --- barriers -----------------------------------------------------------------------------------
 
-  bool arrive(Context& c, int number, int wanted, bool waits) {
+  // The arrivals that a barrier waits for.
+  int wanted(int number) const {
+    const Barrier& barrier = block.barriers[number];
+    if (barrier.wanted != 0) return barrier.wanted;
+    auto counts = [&](const FullWarp& warp) {
+      return warp.state != State::kDone || warp.arrived[number] == barrier.generation + 1;
+    };
+    return static_cast<int>(std::count_if(block.warps.begin(), block.warps.end(), counts)) * kLanes;
+  }
+
+  // `count`: of threads that are to arrive, or 0 for all.
+  bool arrive(Context& c, int number, int count, bool waits) {
     FullWarp& warp = full(c);
     Barrier& barrier = block.barriers[number];
-    barrier.wanted = wanted;
+    barrier.wanted = count;
     barrier.arrived += kLanes;
+    warp.arrived[number] = barrier.generation + 1;
     barrier.clock.join(warp.clock);
     warp.cluster = barrier.generation;
     ++block.events;
-    if (barrier.arrived < barrier.wanted) {
-      ++warp.clock.known[warp.number];  // what it does from here on, those who wait do not know
+    if (barrier.arrived < wanted(number)) {
+      meet(warp);  // what it does from here on, those who wait do not know
       if (waits) {
         warp.state = State::kBarrier;
         warp.barrier = number;
       }
       return waits;
     }
+    complete(number);
+    if (waits) pass(warp, barrier.done);
+    else meet(warp);
+    return false;
+  }
+
+  void complete(int number) {
+    Barrier& barrier = block.barriers[number];
     barrier.arrived = 0;
     ++barrier.generation;
     barrier.done = barrier.clock;
@@ -157,15 +267,13 @@ struct Runner {
         pass(other, barrier.done);
       }
     }
-    if (waits) pass(warp, barrier.done);
-    else ++warp.clock.known[warp.number];
-    return false;
   }
 
-  // Behind a barrier a warp knows what all who came there knew, and its own time moves on.
-  static void pass(FullWarp& warp, const Clock& known) {
+  // Behind a barrier a warp knows what all who came there knew, and its own time moves on. A barrier is a fence too.
+  void pass(FullWarp& warp, const Clock& known) const {
     warp.clock.join(known);
-    ++warp.clock.known[warp.number];
+    if (machine.hands_on) fence(warp);
+    meet(warp);
   }
 
   bool wait_cluster(Context& c) {
@@ -236,7 +344,10 @@ struct Runner {
     int64_t stuck = -1;
     int tries = 0;
     while (!machine.stopped) {
-      if (turn()) continue;
+      if (turn()) {
+        if (polling) land();
+        continue;
+      }
       if (std::all_of(block.warps.begin(), block.warps.end(), [](auto& w) { return w.state == State::kDone; })) break;
       if (land()) continue;
       if (block.events != stuck) stuck = block.events, tries = 0;
@@ -257,10 +368,11 @@ struct Runner {
   // Every warp that can goes on; whether any could.
   bool turn() {
     bool going = false;
+    polling = true;
     int count = static_cast<int>(block.warps.size());
     for (int n = 0; n < count; ++n) {
       int pick = machine.schedule == kLazy ? count - 1 - n : n;
-      int64_t steps = INT64_MAX;
+      int64_t steps = kTurn;
       if (machine.schedule == kRandom) {
         pick = static_cast<int>(machine.random() % count);
         steps = 1 + static_cast<int64_t>(machine.random() % 400);
@@ -270,6 +382,7 @@ struct Runner {
       if (warp.state != State::kReady) continue;
       run(warp, steps);
       going = true;
+      polling &= warp.polled;
     }
     if (going || machine.schedule != kRandom) return going;
     return std::any_of(block.warps.begin(), block.warps.end(), [](auto& w) { return w.state == State::kReady; });
@@ -324,7 +437,7 @@ struct Runner {
         bytes = found->second.bytes;
       } else if (!again) {
         const Barrier& barrier = block.barriers[warp.barrier];
-        arrivals = barrier.wanted - barrier.arrived;
+        arrivals = wanted(static_cast<int>(warp.barrier)) - barrier.arrived;
       }
       machine.find(c, kDeadlock, -1, warp.barrier, -1, arrivals, bytes);
     }

@@ -22,8 +22,12 @@ struct Region {
   uint64_t base;
   uint64_t size;
   uint8_t* data;
-  int32_t use;  // 0 may be read, 1 may be read and written, 2 is an output: nothing in it yet
+  int32_t use;
 };
+
+// What a launch may do with a region. An output has nothing in it yet, though a kernel before this one may have set it to
+// zero: it may be added to. What is empty has nothing in it for sure. A constant that is unset may not even be written.
+enum Use : int32_t { kRead, kReadWrite, kOutput, kEmpty, kUnset };
 
 enum FindingKind : int32_t {
   kOutOfBounds, kMisaligned, kReadOnly, kUnwritten, kRace, kDeadlock, kDivergent, kProxy, kTransaction,
@@ -65,8 +69,13 @@ struct Access {
   int32_t instruction = -1;
   int16_t agent = -1;
   int8_t lane = -1;    // -2: several
-  uint8_t bytes = 0;   // a bit for each
+  uint8_t bytes = 0;   // a bit for each; kVolatileBit for what is in `atomics`, kStrongBit for what is in `reads`
 };
+constexpr uint8_t kVolatileBit = 0x10, kStrongBit = 0x20;
+
+// Accesses of which one may happen beside another without a race. Volatile ones are strong between warps, but
+// do not order the lanes of a warp.
+enum Strength : int32_t { kWeak, kVolatile, kStrong };
 
 // Who accesses, as what.
 struct Accessor {
@@ -76,6 +85,8 @@ struct Accessor {
   int warp;
   int lane;  // -1 for what is not done by one lane
   bool async;  // through the asynchronous proxy
+  uint32_t met = 0;  // the time since when the lanes of the warp have not met
+  Strength strength = kWeak;
 };
 
 // --- what is under way ----------------------------------------------------------------------------
@@ -118,7 +129,8 @@ struct Load {  // by TMA, on its way
 struct Fragment {  // lanes of a warp that are at the same place
   int32_t at;
   uint32_t mask;
-  bool parked = false;
+  bool parked = false;  // waits at an mbarrier
+  bool held = false;    // waits for other lanes of the warp, to execute an instruction together
 };
 
 enum class State { kReady, kBarrier, kMbarrier, kCluster, kProduct, kDone };
@@ -131,12 +143,20 @@ struct Wrote {
 struct FullWarp : Warp {
   std::vector<uint8_t> file;
   std::vector<uint8_t> local;       // each lane's own memory
+  std::vector<uint8_t> local_written;  // which bytes of it were written
   std::vector<Fragment> fragments;  // by place, the lowest first
   State state = State::kReady;
   uint64_t barrier = 0;             // the number or the address of what it waits at
   bool give_up = false;             // its next try to wait is in vain
   uint32_t cluster = 0;             // the generation of the cluster's barrier that it waits for
+  std::array<uint32_t, 17> arrived{};  // at each barrier: 1 + the generation in which it came there last
   Clock clock;
+  Clock fence;                      // what it knew at its last fence: what a relaxed store tells those who read it
+  Clock seen;                       // what it has read by relaxed loads: known from the next fence on
+  int polls = 0;                    // atomic loads and changes since it had its turn
+  bool polled = false;              // whether these ended its turn
+  int leader = -1;                  // the lane whose fragment goes on first, or -1: the one that is furthest behind
+  uint32_t met = 1;                 // its time when its lanes last met
   Queue copies, products, stores;
   uint32_t fences = 1;              // of wgmma
   std::vector<Wrote> wrote;         // by slot / 8: who wrote a register, and after how many fences
@@ -146,13 +166,14 @@ struct FullWarp : Warp {
 };
 
 struct Barrier {
-  int wanted = 0, arrived = 0;
+  int wanted = 0, arrived = 0;  // 0 wanted: all threads that are still there
   uint32_t generation = 0;
   Clock clock, done;
 };
 
 struct Mbarrier {
   Access made;  // by its initialisation
+  bool fenced = false;  // whether the warp that initialised it has executed fence.mbarrier_init since
   int agent = 0;
   int64_t count = 0, pending = 0, bytes = 0;
   int64_t expected = 0, completed = 0;  // bytes of this phase
@@ -170,15 +191,22 @@ struct Block {
   std::array<Barrier, 17> barriers;  // the last one is the cluster's
   std::map<uint32_t, Mbarrier> mbarriers;
   std::vector<Load> loads;
+  std::map<uint64_t, Clock> released;  // by address: what those who read there learn (read_flag)
   std::vector<Access> writes;  // of each word of shared memory the last one
   std::vector<Access> reads;   // and of each word by each warp
+  std::vector<Access> atomics;  // strong writes of each word by each warp; empty until there are any
   int agents = 0;
   int64_t events = 0;  // what somebody may have waited for
 
   void start();
   // Notes an access. The instruction that it collides with, or -1; `unfenced` where only a proxy fence lacks.
   int32_t touch(const Accessor& who, uint64_t address, int bytes, int32_t instruction, bool write, bool& unfenced);
+  // An atomic load: what those who wrote there have released, the warp knows, at once or from its next fence on.
+  void read_flag(FullWarp& warp, uint64_t address, bool acquires);
+  // An atomic store, or a change: it releases what the warp knows, or what it knew at its last fence.
+  void write_flag(FullWarp& warp, uint64_t address, bool releases, bool changes);
 };
+void fence(FullWarp& warp);
 
 // Accesses to a word of global memory: by which block (-1: none, -2: several), its last one and the last one of another
 // warp.
@@ -196,7 +224,11 @@ struct Code {
   int32_t negated;
   int32_t control;       // 0, or which kind of jump or wait it is
   int32_t touched, wrote, read;  // registers: where they are listed, how many are written, how many read
+  int32_t meets;                 // which lanes execute it together: of Meeting
 };
+
+// With all lanes of the warp, or with those that the last operand names.
+enum Meeting : int32_t { kAlone, kWithWarp, kWithMembers };
 
 enum Control : int32_t {
   kNormal, kBranch, kExit, kBarrierSync, kBarrierArrive, kMbarrierWait, kClusterArrive, kClusterWait, kProductWait,
@@ -217,6 +249,7 @@ struct Machine {
   std::set<std::pair<int32_t, int32_t>> told;
   int64_t echoes = 0;
   std::vector<Counts> counts;
+  bool hands_on = false;  // whether threads may tell others something by atomic accesses
   Schedule schedule = kEager;
   std::mt19937_64 random;
   bool stopped = false;
@@ -226,11 +259,28 @@ struct Machine {
   // The bytes at an address, or null, which has then been told.
   uint8_t* global(Context& context, int lane, uint64_t address, int bytes, bool write, int align = 0,
                   bool reduces = false);
+  // Tells a change of what is empty.
+  void check_filled(Context& context, int lane, uint64_t address, int bytes);
   // Finds reductions and plain accesses to the same words that nothing orders.
   void visit(Context& context, int lane, size_t region, uint64_t offset, int bytes, bool reduces);
-  uint8_t* shared(Context& context, int lane, uint64_t address, int bytes, bool write);
+  uint8_t* shared(Context& context, int lane, uint64_t address, int bytes, bool write, Strength strength = kWeak);
   // The same for asynchronous work of a group or an mbarrier.
   bool shared_async(Context& context, Accessor who, uint64_t address, int bytes, bool write);
+  // Tells lanes that store different bytes to the same address in one instruction: which of them wins is unknown.
+  // `from` gives a lane's bytes.
+  template <class F>
+  void check_conflicts(Context& context, const uint64_t* address, uint32_t mask, int bytes, F&& from) {
+    uint64_t last = 0;
+    bool rising = true;
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+      uint64_t next = address[__builtin_ctz(rest)];
+      rising &= next > last || rest == mask;
+      last = next;
+    }
+    if (!rising) find_conflict(context, address, mask, bytes, from);
+  }
+  void find_conflict(Context& context, const uint64_t* address, uint32_t mask, int bytes,
+                     const std::function<const uint8_t*(int)>& from);
   // Work that may be done at any time until its group is waited for.
   void begin(Queue& queue, std::function<void()> work);
   void load(Block& block, std::function<void()> land);
@@ -238,6 +288,13 @@ struct Machine {
 };
 
 inline FullWarp& full(const Context& context) { return *static_cast<FullWarp*>(context.warp); }
+
+inline Accessor accessor(const FullWarp& warp, int lane, Strength strength = kWeak) {
+  return {&warp.clock, warp.number, warp.clock.known[warp.number], warp.number, lane, false, warp.met, strength};
+}
+
+// The lanes of a warp meet: what each of them did before, the others know.
+inline void meet(FullWarp& warp) { warp.met = ++warp.clock.known[warp.number]; }
 
 // The address of an operand (slot, bytes of the register, offset) in a lane.
 inline uint64_t address_of(Context& c, const int32_t* o, int lane) {
