@@ -136,6 +136,15 @@ def test_sequences_of_a_packed_batch_are_computed_alone() -> None:
     assert torch.equal(flashwright.nsa(*given, blocks, **how, cu_seqlens=starts), out)
 
 
+def test_torch_compile_leaves_its_graph_for_it() -> None:
+    given = tensors(40, 2, 2)
+
+    def layer(*x: Any) -> Any:
+        return flashwright.nsa(*(2 * y for y in x), block_size=BLOCK) + 1
+
+    torch.testing.assert_close(torch.compile(layer, backend="eager")(*given), layer(*given))
+
+
 # --- by kernels ---------------------------------------------------------------------------------
 
 
