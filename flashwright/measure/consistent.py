@@ -264,8 +264,8 @@ class RecordFile:
         yield exact(f"number.kernel{end}", number.kernel, kernel, "the cell's")
         of = str(number.length) if cell is None else cell.size
         yield exact(f"number.length{end}", of, size, "the cell's")
-        known = number.who in self.run.contestants
-        yield exact(f"number.who{end}", number.who, number.who if known else None, "no contestant")
+        who = number.who if number.who in self.run.contestants else None
+        yield exact(f"number.who{end}", number.who, who, "no contestant")
         if cell is None:
             return
         seed = cell_seed(self.run.seed, cell)

@@ -245,7 +245,7 @@ def _by_name(kernel: Any, problem: TimedProblem) -> Callable[..., Any]:
     known = problem.sizes
     named = {name: known[name] for name in unshown(kernel.plan) if name in known}
     if problem.spec.batch is None:
-        return functools.partial(kernel, **named) if named else kernel  # type: ignore[no-any-return]
+        return functools.partial(kernel, **named) if named else kernel
     names = (*problem.shapes, *problem.extra)
     return lambda *given: kernel(**dict(zip(names, given, strict=True)), **named)
 
