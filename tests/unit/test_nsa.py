@@ -25,6 +25,7 @@ from flashwright.flex import attention as flex  # noqa: E402
 from flashwright.flex.task import WrongKernel  # noqa: E402
 from flashwright.serving import kernels  # noqa: E402
 from flashwright.sparse import nsa, reference, selection  # noqa: E402
+from tests.share import some  # noqa: E402
 from tests.unit.emulated import launched_in_order, needs_compilers  # noqa: E402
 from tests.unit.uncompiled import CARD, interpret_operators, make_own, without_compiler  # noqa: E402
 
@@ -192,7 +193,7 @@ def test_a_wrong_kernel_is_found(
         flashwright.nsa(q, k, v[..., :32], *gates, **HOW)
 
 
-@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("block", some([64, 128]))
 def test_gradients_by_kernels(
     block: int, on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

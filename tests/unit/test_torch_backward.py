@@ -43,6 +43,7 @@ class Backward:
         programs = check(parse(code)).kernels
         kernel = StepsKernel([Interpreted(p) for p in programs], Steps.of(Kernels(programs)))
         self.inputs = tuple(name.lower() for name in kernel.inputs)
+        self.dims: tuple[str, ...] = ()  # the tensors show every dim
         self.outputs = kernel.outputs
         self.compute = lambda *given: kernel(*given, outputs=kernel.outputs)
 

@@ -84,9 +84,12 @@ def test_a_folder_that_cannot_be_tuned(folder: Path, no_gpu: None) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--decode", "1", "--paged", "16"), "this package is every key visible, decode of 1"),
         (("--packed",), "this package is every key visible, packed sequences"),
-        (("--backward",), "measures one kernel"),
+        pytest.param(
+            *(("--decode", "1", "--paged", "16"), "this package is every key visible, decode of 1"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("--backward",), "measures one kernel", marks=pytest.mark.slow),
     ],
 )
 def test_a_package_that_is_not_tuned_says_why_and_what_to_do(
