@@ -433,15 +433,13 @@ def _pages(stmt: Copy, tiled: list[str], tensor: Tensor, names: Names) -> Iterat
     if not naming:
         return
     rows, size = tiled[0], next(a.size for a in tensor.axes if a.label == tiled[0])
-    kept = tensor.declared.in_place
+    kept = tensor.declared.in_place or stmt.adds
     if stmt.dest == "global" and [c.value for c in naming] != [Name(PAGE)] and not kept:
         text = f"data name the pages that are written, so `{tensor.name}` keeps what others hold"
         where = (Label(tensor.declared.span, "allocated here"),)
         place = f"{naming[0].axis.id} = {PAGE}"
         hint = f"add `in place` to its Allocate, or store along an axis: `{place}`"
         yield Diagnostic("FW305", text, naming[0].span, secondary=where, help=hint)
-    elif stmt.adds:
-        yield Diagnostic("FW305", "rows in pages are stored, not added to", naming[0].span)
     for coord in (c for c in naming if c.axis.id in tiled):
         text = f"`{PAGE}` says where a page is, and along {coord.axis.id} lies the tile"
         yield Diagnostic(

@@ -1,38 +1,116 @@
-"""The gradients of attention over selected blocks (NSA), whose places come from a tensor."""
+"""Attention over selected blocks of keys (NSA), and its gradients. What queries name comes in lists
+(sparse/lists.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from flashwright.generate.own_program import OwnProgram
 from flashwright.spec import AttentionSpec
 
-_CODE = """\
-// The gradients of selected blocks. A thread block has a query's group of heads as columns, and
-// adds to the gradients of the blocks that it reads.
+_FORWARD = """\
+// Attention over selected blocks. The rows of a tile are the heads of a group, for {queries}
+// queries. The tile reads each block that one of them names, and masks it for the others.
 param HeadDim = {head_dim}
 param VDim = {v_dim}
 param Group = {group}
-param TopK = {top_k}
 param BM = {rows}
-param BN = {block}
+param BN = {keys}
+param Stages = {stages}
 param Warps = {warps}
 param Scale = {scale}
+dim tiles, slots
+
+grid kv_head = 0:kv_heads, block_idx = 0:q_len * Group / BM, batch_idx = 0:batch
 
 Allocate Q in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as {dtype}
 Allocate K in global (batch, kv_heads, kv_len, HeadDim) as {dtype}
 Allocate V in global (batch, kv_heads, kv_len, VDim) as {dtype}
-Allocate Idx in global (B: batch, H: kv_heads, L: q_len, T: TopK) as int32
+Allocate Count in global (B: batch, H: kv_heads, T: tiles) as int32
+Allocate Tile in global (B: batch, H: kv_heads, T: tiles, J: slots) as int32
+Allocate Named in global (B: batch, H: kv_heads, T: tiles, J: slots) as int32
+Allocate O in global (B: batch, L: q_len, H: kv_heads, G: Group, D: VDim) as {dtype}
+Allocate LSE in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
+Allocate K in shared (BN, HeadDim) as {dtype} with stages Stages
+Allocate V in shared (BN, VDim) as {dtype} with stages Stages
+Allocate S in register (BM, BN) as fp32
+Allocate Smax in register (BM) as fp32
+Allocate Ssum in register (BM) as fp32
+Allocate O in register (BM, VDim) as fp32
+Allocate LSE in register (BM) as fp32
+Allocate Bit in register (BM) as fp32
+
+Copy Q (BM, HeadDim) in coordinate
+  [B = batch_idx, L = page_idx, H = kv_head, G = block_idx in 0:q_len * Group]
+  from global to shared
+Compute -1e30 and get Smax
+Compute 0 and get Ssum
+Compute 0 and get O_register
+// Which of the bits is the row's query's: dividing by a power of two puts it last.
+Compute exp2(block_idx * BM / Group - floor(q_idx / Group)) and get Bit
+for j = 0:Count[batch_idx, kv_head, block_idx]
+  let block = Tile[batch_idx, kv_head, block_idx, j]
+  let bits = Named[batch_idx, kv_head, block_idx, j]
+  Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = block] from global to shared
+  Compute GEMM Q_shared, K_shared.T and get S
+  Compute Multiply S, Scale and get new S
+  Compute Mask S where floor(bits * Bit) % 2 == 1
+    and kv_idx <= floor(q_idx / Group) + kv_len - q_len
+  Compute Softmax S with Smax and Ssum and rescale O_register
+  Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
+  Copy V (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L = block] from global to shared
+  Compute GEMM S, V_shared and accumulate O_register
+end
+
+Compute where(Ssum > 0, O_register / Ssum, 0) and get new O_register
+Copy O (BM, VDim) in coordinate
+  [B = batch_idx, L = page_idx, H = kv_head, G = block_idx in 0:q_len * Group]
+  from register to global
+Compute Smax + log(Ssum) and get LSE_register
+Copy LSE (BM) in coordinate
+  [B = batch_idx, L = page_idx, H = kv_head, G = block_idx in 0:q_len * Group]
+  from register to global
+"""
+
+_BACKWARD = """\
+// The gradients of selected blocks. A thread block has a block of keys and some of the queries that
+// name it, with the heads of their groups as columns. dQ is a sum over the blocks of a query.
+param HeadDim = {head_dim}
+param VDim = {v_dim}
+param Group = {group}
+param BM = {rows}
+param BN = {keys}
+param Stages = {stages}
+param Warps = {warps}
+param Scale = {scale}
+param Persistent = 0              // several thread blocks on an SM hide each other's latency
+dim items, entries
+
+Allocate Q in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as {dtype}
+Allocate K in global (batch, kv_heads, kv_len, HeadDim) as {dtype}
+Allocate V in global (batch, kv_heads, kv_len, VDim) as {dtype}
+Allocate Tile in global (B: batch, H: kv_heads, I: items) as int32
+Allocate First in global (B: batch, H: kv_heads, I: items) as int32
+Allocate Size in global (B: batch, H: kv_heads, I: items) as int32
+Allocate Queries in global (B: batch, H: kv_heads, N: entries) as int32
 Allocate LSE in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
 Allocate Delta in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
 Allocate dO in global (B: batch, L: q_len, H: kv_heads, G: Group, D: VDim) as {dtype}
+Allocate dQsum in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as fp32
 Allocate dKsum in global (batch, kv_heads, kv_len, HeadDim) as fp32
 Allocate dVsum in global (batch, kv_heads, kv_len, VDim) as fp32
 Allocate dQ in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as {dtype}
 Allocate dK in global (batch, kv_heads, kv_len, HeadDim) as {dtype}
 Allocate dV in global (batch, kv_heads, kv_len, VDim) as {dtype}
 
-grid kv_head = 0:kv_heads, q_pos = 0:q_len, batch_idx = 0:batch
+grid item = 0:items, kv_head = 0:kv_heads, batch_idx = 0:batch
+let block = Tile[batch_idx, kv_head, item]
+let first = First[batch_idx, kv_head, item]
+let rows = Size[batch_idx, kv_head, item] * Group
+Allocate Q in shared (BM, HeadDim) as {dtype} with stages Stages
+Allocate dO in shared (BM, VDim) as {dtype} with stages Stages
 Allocate S in register (BN, BM) as fp32
 Allocate P in register (BN, BM) as fp32
 Allocate dP in register (BN, BM) as fp32
@@ -41,38 +119,38 @@ Allocate dK in register (BN, HeadDim) as fp32
 Allocate dV in register (BN, VDim) as fp32
 Allocate dQ in register (BM, HeadDim) as fp32
 Allocate Shift in register (BM) as fp32
-Copy Q (BM, HeadDim) in coordinate [B = batch_idx, L = q_pos, H = kv_head] from global to shared
-Copy dO (BM, VDim) in coordinate [B = batch_idx, L = q_pos, H = kv_head] from global to shared
-Copy LSE (BM) in coordinate [B = batch_idx, L = q_pos, H = kv_head] from global to register
-Copy Delta (BM) in coordinate [B = batch_idx, L = q_pos, H = kv_head] from global to register
-Compute where(LSE > -1e29, LSE, inf) and get Shift
-Compute 0 and get dQ_register
-for j = 0:TopK{times}
-  let Chosen = Idx[batch_idx, kv_head, q_pos, {slot}]
-  if Chosen >= 0
-    Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = {tile}]
-      from global to shared
-    Copy V (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L = {tile}] from global to shared
+if rows > 0
+  Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = block] from global to shared
+  Copy V (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L = block] from global to shared
+  Compute 0 and get dK_register
+  Compute 0 and get dV_register
+  for i = 0:rows / BM
+    Copy Q (BM, HeadDim) in coordinate {gathered} from global to shared
+    Copy dO (BM, VDim) in coordinate {gathered} from global to shared
+    Copy LSE (BM) in coordinate {gathered} from global to register
+    Copy Delta (BM) in coordinate {gathered} from global to register
+    Compute where(LSE > -1e29, LSE, inf) and get Shift
     Compute GEMM K_shared, Q_shared.T and get S
     Compute S * Scale and get new S
-    Compute Mask S where kv_idx <= q_pos + kv_len - q_len
+    Compute Mask S where
+      kv_idx <= Queries[batch_idx, kv_head, first + floor(q_idx / Group)] + kv_len - q_len
     Compute exp(S - Shift) and get P
     Compute GEMM V_shared, dO_shared.T and get dP
     Compute P * (dP - Delta) and get new dP
     Copy dP from register to shared and get dS
     Reshape P from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
-    Compute GEMM P, dO_shared and get dV_register
-    Copy dV (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L = {tile}]
-      from register to global and accumulate dVsum
+    Compute GEMM P, dO_shared and accumulate dV_register
     Reshape dP from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
-    Compute GEMM dP, Q_shared and get dK_register
-    Copy dK (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = {tile}]
-      from register to global and accumulate dKsum
-    Compute GEMM dS_shared.T, K_shared and accumulate dQ_register
+    Compute GEMM dP, Q_shared and accumulate dK_register
+    Compute GEMM dS_shared.T, K_shared and get dQ_register
+    Copy dQ (BM, HeadDim) in coordinate {gathered}
+      from register to global and accumulate dQsum
   end
+  Copy dK (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = block]
+    from register to global and accumulate dKsum
+  Copy dV (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L = block]
+    from register to global and accumulate dVsum
 end
-Compute dQ_register * Scale and get new dQ_register
-Copy dQ (BM, HeadDim) in coordinate [B = batch_idx, L = q_pos, H = kv_head] from register to global
 
 // Conversion: the sums of dK and dV, rounded.
 grid block_idx = 0:kv_len / BN, kv_head = 0:kv_heads, batch_idx = 0:batch
@@ -86,33 +164,117 @@ Copy dK (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = block_idx]
   from register to global
 Copy dVsum (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L = block_idx]
   from register to global and get dV
+
+// Conversion: those of dQ.
+grid block_idx = 0:q_len * Group / BM, kv_head = 0:kv_heads, batch_idx = 0:batch
+Allocate dQ in register (BM, HeadDim) as fp32
+Copy dQsum (BM, HeadDim) in coordinate
+  [B = batch_idx, L = page_idx, H = kv_head, G = block_idx in 0:q_len * Group]
+  from global to register
+Compute dQsum_register * Scale and get dQ_register
+Copy dQ (BM, HeadDim) in coordinate
+  [B = batch_idx, L = page_idx, H = kv_head, G = block_idx in 0:q_len * Group]
+  from register to global
 """
 
+_GATHERED = (
+    "[B = batch_idx, L = Queries[batch_idx, kv_head, first + page_idx],"
+    " H = kv_head, G = i in 0:rows]"
+)
 
-_TILE = 64
-"""Keys of a step at the most."""
+_KEYS = 64
+"""Keys of a tile at the most."""
+
+_BESIDE = 4096
+"""Bytes of shared memory that are left for barriers and the like."""
+
+_BITS = 24
+"""Queries of a tile at the most: their bits are a number in fp32."""
 
 
 @dataclass(frozen=True)
-class SelectedBackward(OwnProgram):
-    """The gradients of a spec with selected blocks."""
+class _Selected(OwnProgram):
+    """A program of a spec with selected blocks."""
 
     spec: AttentionSpec
+
+    @cached_property
+    def keys(self) -> int:
+        """The keys of a tile, a multiple of 16: a block, or a part of one that is large."""
+        sizes = [n for n in range(_KEYS, 0, -16) if self.spec.selected_block % n == 0]
+        return next((n for n in sizes if self._stages(n)), sizes[-1])
+
+    def _stages(self, keys: int) -> int:
+        """How many stages of tiles of so many keys fit into shared memory."""
+        raise NotImplementedError
+
+    def _fit(self, once: int, each: int) -> int:
+        """How often `each` so many elements fit into shared memory, beside others."""
+        return ((self.gpu.shared_per_block - _BESIDE) // 2 - once) // each
+
+    def _filled(self, template: str, **sizes: int | str) -> str:
+        spec = self.spec
+        scale = "1 / sqrt(HeadDim)" if spec.scale is None else f"{spec.scale!r}"
+        given: Mapping[str, int | str] = {
+            "head_dim": spec.head_dim,
+            "v_dim": spec.value_dim,
+            "group": spec.group,
+            "keys": self.keys,
+            "dtype": spec.dtype,
+            "scale": scale,
+            "gathered": _GATHERED,
+        }
+        return template.format(**given, **sizes)
+
+
+@dataclass(frozen=True)
+class SelectedForward(_Selected):
+    """Attention over selected blocks."""
+
+    @cached_property
+    def queries(self) -> int:
+        """The queries of a tile. More of them share more blocks: so many that their rows fill two
+        warpgroups, or four warps where there are none."""
+        group, (unit, most) = self.spec.group, (64, 128) if self.gpu.wgmma else (16, 64)
+        rows = [n * group for n in range(1, _BITS + 1)]
+        best = [n for n in rows if n % unit == 0 and n <= most]
+        return (best[-1] if best else next(n for n in rows if n % 16 == 0)) // group
 
     @property
     def code(self) -> str:
         """The program."""
-        spec, block = self.spec, self.spec.selected_block
-        parts = block // _TILE if block > _TILE and block % _TILE == 0 else 1
-        keys = block // parts
-        own = {"times": "", "slot": "j", "tile": "Chosen"}
-        if parts > 1:
-            own = {"times": f" * {parts}", "slot": f"floor(j / {parts})"}
-            own["tile"] = f"Chosen * {parts} + j % {parts}"
-        scale = "1 / sqrt(HeadDim)" if spec.scale is None else f"{spec.scale!r}"
-        sizes = {"group": spec.group, "rows": -(-spec.group // keys) * keys, "block": keys}
-        sizes |= {"head_dim": spec.head_dim, "v_dim": spec.value_dim, "top_k": spec.top_k}
-        return _CODE.format(**own, **sizes, dtype=spec.dtype, warps=keys // 16, scale=scale)
+        rows = self.queries * self.spec.group
+        sizes = {"queries": self.queries, "rows": rows, "warps": rows // 16}
+        return self._filled(_FORWARD, **sizes, stages=max(1, self._stages(self.keys)))
+
+    def _stages(self, keys: int) -> int:
+        rows, width = self.queries * self.spec.group, self.spec.head_dim
+        return min(3, self._fit(rows * width, keys * (width + self.spec.value_dim)))
+
+    def in_words(self) -> str:
+        """What it computes, for a line of progress."""
+        return f"{self.spec.in_words}; {self.gpu.title}"
+
+
+@dataclass(frozen=True)
+class SelectedBackward(_Selected):
+    """The gradients of a spec with selected blocks."""
+
+    @property
+    def code(self) -> str:
+        """The program."""
+        rows, stages = self.keys, max(1, self._stages(self.keys))
+        warps = self.keys // 16
+        if self.gpu.wgmma and warps == 4 and self._widths > 256:
+            warps = 8  # two warpgroups share the columns: else registers spill
+        return self._filled(_BACKWARD, rows=rows, warps=warps, stages=stages)
+
+    @property
+    def _widths(self) -> int:
+        return self.spec.head_dim + self.spec.value_dim
+
+    def _stages(self, keys: int) -> int:
+        return min(2, self._fit(keys * (self._widths + keys), keys * self._widths))
 
     def in_words(self) -> str:
         """What it computes, for a line of progress."""

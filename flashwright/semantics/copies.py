@@ -318,7 +318,7 @@ class Copies:
                 parts = [region]
             self.machine.last_stored = parts
             self.machine.stores += [(tensor.name, part, stmt) for part in parts]
-        elif not any(isinstance(p.begin, Unknown) or p.chosen for p in places):
+        elif not self._placed_by_data(stmt, tensor, places):
             self._add(stmt, tensor, region, tile)  # else data decide what is added where
         if self.machine.math is not None:
             offset = self.machine.offset(tensor)
@@ -330,8 +330,14 @@ class Copies:
                 return
             for part, rows in self._by_page(stmt, tensor, places, tile.shape):
                 data, shape = tile.data[lead : lead + rows], (rows, *tile.shape[1:])
-                self.machine.math.store(tensor, part, offset, data, shape)
+                self.machine.math.store(tensor, part, offset, data, shape, stmt.adds)
                 lead += rows
+
+    def _placed_by_data(self, stmt: Copy, tensor: Tensor, places: list[Where]) -> bool:
+        """Whether data decide what is added where."""
+        if self.program.paged(stmt):
+            return True
+        return any(isinstance(p.begin, Unknown) or p.chosen for p in places)
 
     def _add(self, stmt: Copy, tensor: Tensor, region: Region, tile: Tile) -> None:
         """Add to what other thread blocks have added: parts of the sequence, each once."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,15 +20,18 @@ import torch
 from flashwright.author.builtin.variants import make_spec
 from flashwright.flex import attention as flex
 from flashwright.flex.task import DTYPES, ROWS, NoKernel, Task, compare_rows
-from flashwright.generate.selected import SelectedBackward
+from flashwright.generate.selected import SelectedBackward, SelectedForward
 from flashwright.generate.store import tell
 from flashwright.pytorch.rules import is_deterministic
 from flashwright.serving import arguments
 from flashwright.serving.kernels import Wanted
 from flashwright.serving.reference import check_gradient
-from flashwright.sparse import reference
+from flashwright.sparse import lists, reference
 from flashwright.sparse.selection import chosen, pooled, positions
 from flashwright.spec import AttentionSpec, BadSpec, scale_of
+
+_MOST_QUERIES = 512
+"""Queries that one thread block takes, of those that name a block, for its gradients."""
 
 _MOST_READ = 1 << 24
 """Elements of keys and values that queries read, in first gradients that are checked."""
@@ -216,8 +219,10 @@ class _Call:
         q, k, v, how = given.q, given.k, given.v, (self.block, self.scale)
         if _on_cpu(q) or not q.numel():
             return reference.selected(q, k, v, blocks, *how, given.place).to(q.dtype)
-        settings = {"selected_block": self.block, "top_k": blocks.shape[3]}
-        one = _Selected(self._wanted(given, "nsa-selected", **settings), given, blocks, how)
+        if self.block % 16:
+            raise NoKernel(f"block_size is {self.block}: kernels take multiples of 16")
+        wanted = self._wanted(given, "nsa-selected", selected_block=self.block)
+        one = _Selected(wanted.task, given, blocks, how)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             return _WithGradients.apply(one, q, k, v)
         return one.forward()[0]
@@ -240,7 +245,7 @@ class _Call:
 class _Selected:
     """A call of the selected branch, by kernels."""
 
-    wanted: Wanted
+    task: Task
     given: _Given
     blocks: Any
     how: tuple[int, float]
@@ -248,13 +253,19 @@ class _Selected:
 
     def _tensors(self) -> dict[str, Any]:
         """The inputs by name, with heads before tokens."""
-        named = {"q": self.given.q, "k": self.given.k, "v": self.given.v, "idx": self.blocks}
+        named = {"q": self.given.q, "k": self.given.k, "v": self.given.v}
         return {name: x.transpose(1, 2) for name, x in named.items()}
+
+    def _tiles(self, keys: int) -> Any:
+        """The tiles of so many keys that queries read."""
+        return lists.tiles_of(self.blocks, self.how[0], keys, self.given.place)
 
     def forward(self) -> tuple[Any, Any]:
         """O, (batch, tokens, heads, dim), and LSE, (batch, heads, tokens)."""
-        check = partial(_check, self.wanted.task.spec, self._rows)
-        found = self.wanted.run(self._tensors(), {}, check)
+        wanted = _Forward(self.task, None)
+        read = lists.merged(self._tiles(wanted.order.keys), wanted.order.queries)
+        check = partial(_check, self.task.spec, self._rows)
+        found = wanted.run(self._tensors() | read, {}, check)
         return found["o"].transpose(1, 2), found["lse"]
 
     def _rows(self, rows: Any) -> Any:
@@ -272,7 +283,9 @@ class _Selected:
             warnings.warn(text, stacklevel=2)
         delta = (grad.float() * out.float()).sum(-1).transpose(1, 2)
         more = {"do": grad.transpose(1, 2), "lse": lse, "delta": delta.contiguous()}
-        wanted = _Gradients(self.wanted.task, None)
+        wanted = _Gradients(self.task, None)
+        keys = wanted.order.keys
+        more |= lists.by_tile(self._tiles(keys), -(-self.given.k.shape[1] // keys), _MOST_QUERIES)
         check = partial(self._check_gradients, grad)
         found = wanted.run(self._tensors() | more, {}, check)
         return [found[f"d{name}"].transpose(1, 2) for name in "qkv"]
@@ -290,13 +303,22 @@ class _Selected:
             wanted = torch.autograd.grad(out, (q, k, v), grad.double())
         for name, right in zip("qkv", wanted, strict=True):
             ours = results[f"d{name}"].transpose(1, 2)
-            check_gradient(self.wanted.task.spec, f"d{name}", ours, right)
+            check_gradient(self.task.spec, f"d{name}", ours, right)
+
+
+class _Forward(Wanted):
+    """A kernel with selected blocks."""
+
+    @cached_property
+    def order(self) -> Any:
+        """What the store finds or makes."""
+        return SelectedForward(self.task.card, self.task.spec)
 
 
 class _Gradients(Wanted):
     """The gradients of a kernel with selected blocks."""
 
-    @property
+    @cached_property
     def order(self) -> Any:
         """What the store finds or makes."""
         return SelectedBackward(self.task.card, self.task.spec)

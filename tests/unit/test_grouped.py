@@ -137,14 +137,6 @@ def test_the_checker_knows_rows_in_pages(
     assert any(lines[d.span.line - 1].strip().startswith(line[:8]) for d in found), found
 
 
-def test_rows_in_pages_are_not_added_to() -> None:
-    text = CAUSAL.replace("as bf16", "as fp32")
-    text = text.replace(
-        f"{STORE} from register to global", f"{STORE} from register to global and accumulate"
-    )
-    assert any("stored, not added to" in d.message for d in check(parse(text)).errors)
-
-
 # --- the CPU run --------------------------------------------------------------------------------
 
 

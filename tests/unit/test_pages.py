@@ -14,6 +14,8 @@ from flashwright.check.check import check, checked_program
 from flashwright.emulate.emulate import run
 from flashwright.lang.parse import parse
 from flashwright.lower.translate import translate
+from flashwright.program.kernels import Kernels
+from flashwright.semantics.interpret import interpret_all
 from flashwright.spec import AttentionSpec, load
 from tests.example_programs import EXAMPLES
 from tests.unit.together import kernels
@@ -209,3 +211,37 @@ def test_pages_of_any_size(gpu: str, keys: int, sizes: tuple[int, ...]) -> None:
 def test_the_example_is_one_query_a_sequence() -> None:
     spec: AttentionSpec = load(EXAMPLES / "decode.toml")
     assert spec.dims == {"splits": 3}
+
+
+GATHERED = """\
+dim slots, entries
+Allocate X in global (P: slots, L: 4, D: 32) as bf16
+Allocate List in global (N: entries) as int32
+Allocate Sum in global (P: slots, L: 4, D: 32) as fp32
+Allocate O in global (P: slots, L: 4, D: 32) as bf16
+
+grid i = 0:entries * 4 / 16
+Copy X (16, 32) in coordinate [P = List[page_idx], L = i in 0:entries * 4] from global to register
+Copy X (16, 32) in coordinate [P = List[page_idx], L = i in 0:entries * 4]
+  from register to global and accumulate Sum
+
+grid p = 0:slots * 4 / 16
+Copy Sum (16, 32) in coordinate [P = page_idx, L = p in 0:slots * 4] from global to register
+Copy Sum (16, 32) in coordinate [P = page_idx, L = p in 0:slots * 4]
+  from register to global and get O
+"""
+
+
+@pytest.mark.parametrize("entries", [1, 7, 12])
+def test_rows_are_gathered_and_added_to_pages(entries: int) -> None:
+    """A page that the list names twice has both added; one that it does not name is 0."""
+    rng = np.random.default_rng(entries)
+    x = rng.integers(-8, 8, (9, 4, 32)).astype(ml_dtypes.bfloat16)
+    named = rng.integers(0, 8, entries).astype(np.int32)
+    verdict = check(parse(GATHERED), gpus.find("h200"))
+    assert not verdict.errors, verdict.errors
+    sizes = {"slots": 9, "entries": entries}
+    found = interpret_all(Kernels(verdict.kernels), {"X": x, "List": named}, sizes)["O"]
+    wanted = np.zeros(x.shape)
+    np.add.at(wanted, named, x[named].astype(float))
+    assert np.array_equal(found.astype(float), wanted)

@@ -366,8 +366,8 @@ __device__ void add_line(float* line, Line const& values, bool there) {
 }
 
 // Adds a tile to global memory. Lines begin at multiples of 16 bytes, and of their columns all or an even number are inside.
-template <int Warps, int Beside = 1, class Tile, class Rows, class Cols = AllColumns>
-__device__ void add_tile(GlobalTile<float> dst, Tile const& tile, Rows rows, Cols cols = {}) {
+template <int Warps, int Beside = 1, class Dest, class Tile, class Rows, class Cols = AllColumns>
+__device__ void add_tile(Dest dst, Tile const& tile, Rows rows, Cols cols = {}) {
   constexpr int count = decltype(cute::size<1>(tile))::value;
   auto const place = place_of<Warps, false, Beside>(tile);
   CUTE_UNROLL

@@ -76,11 +76,15 @@ __device__ inline void add_to(float* to, float low, float high) {
 }
 
 // A tile that is added to by what is stored to it.
+template <class Tile>
 struct AddedTile {
-  GlobalTile<float> tile;
+  Tile tile;
 };
 
-__device__ inline AddedTile added(GlobalTile<float> tile) { return {tile}; }
+template <class Tile>
+__device__ AddedTile<Tile> added(Tile tile) {
+  return {tile};
+}
 
 // One row of a tile.
 template <class Tile>
@@ -88,7 +92,10 @@ __device__ auto row_of(Tile tile, int r) {
   return tile.from_row(r);
 }
 
-__device__ inline AddedTile row_of(AddedTile tile, int r) { return added(tile.tile.from_row(r)); }
+template <class Tile>
+__device__ auto row_of(AddedTile<Tile> tile, int r) {
+  return added(tile.tile.from_row(r));
+}
 
 // An element of a tile gets a value, or has it added.
 template <class Dest, class U>
@@ -96,8 +103,8 @@ __device__ void put(Dest dst, int row, int col, U x) {
   *dst.at(row, col) = static_cast<typename Dest::value_type>(x);
 }
 
-template <class U>
-__device__ void put(AddedTile dst, int row, int col, U x) {
+template <class Tile, class U>
+__device__ void put(AddedTile<Tile> dst, int row, int col, U x) {
   add_to(dst.tile.at(row, col), static_cast<float>(x));
 }
 

@@ -1,0 +1,79 @@
+"""The blocks that queries name, as kernels read them: merged over neighbouring queries, and for
+each block the queries that name it. A block of keys is a tile of a kernel here, or several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+Lists = dict[str, Any]
+"""Tensors by the names that kernels have for them."""
+
+_NONE = 2**31 - 1
+
+
+def tiles_of(blocks: Any, block: int, size: int, place: Any) -> Any:
+    """The tiles of `size` keys that queries read, (batch, kv heads, queries, slots), rising along
+    the slots; -1 where there is none. `blocks` are (batch, queries, kv heads, slots), of `block`
+    keys; queries stand at `place`, and tiles behind it are left out."""
+    parts = block // size
+    tiles = blocks.transpose(1, 2).int()
+    if parts > 1:
+        tiles = (tiles[..., None] * parts + torch.arange(parts, device=tiles.device)).flatten(3)
+    seen = (tiles >= 0) & (tiles * size <= place[:, None])
+    return torch.where(seen, tiles, -1).int().sort(dim=3).values
+
+
+def merged(tiles: Any, queries: int) -> Lists:
+    """What each group of neighbouring queries reads: `count` tiles, listed once in `tile`, and in
+    `named` a bit for each query that names it. A tile that a query names twice is listed twice."""
+    slots, many = tiles.shape[3], -(-tiles.shape[2] // queries)
+    tiles = pad(tiles, (0, 0, 0, many * queries - tiles.shape[2]), value=-1)
+    code = torch.where(tiles < 0, _NONE, tiles * slots + _times_before(tiles))
+    code, order = code.int().unflatten(2, (many, queries)).flatten(3).sort(dim=3)
+    there = code != _NONE
+    new = there & (code != pad(code, (1, 0), value=-1)[..., :-1])
+    width = code.shape[3]  # one place more is for what is not there
+    slot = torch.where(there, new.cumsum(3) - 1, width)
+    room = (*code.shape[:3], width + 1)
+    bits = torch.bitwise_left_shift(1, order // slots).int()
+    return {
+        "count": new.sum(3, dtype=torch.int32),
+        "tile": code.new_zeros(room).scatter_(3, slot, code // slots),
+        "named": code.new_zeros(room).scatter_add_(3, slot, bits),
+    }
+
+
+def _times_before(tiles: Any) -> Any:
+    """How often a query has named a tile in the slots before, which rise."""
+    slot = torch.arange(tiles.shape[3], device=tiles.device)
+    first = tiles != pad(tiles, (1, 0), value=-2)[..., :-1]
+    return slot - torch.where(first, slot, 0).cummax(dim=3).values
+
+
+def by_tile(tiles: Any, count: int, most: int) -> Lists:
+    """The queries that name each of `count` tiles, one tile after the other in `queries`. An item
+    is one tile, `tile`, and at most so many of its queries: `size` from `first` on. Items at the
+    end may have none."""
+    batch, heads, tokens, slots = tiles.shape
+    code = torch.where(tiles < 0, count, tiles).flatten(2)
+    code, order = code.sort(dim=2, stable=True)
+    device = tiles.device
+    starts = torch.arange(count + 1, device=device, dtype=code.dtype)
+    bounds = torch.searchsorted(code, starts.expand(batch, heads, -1).contiguous())
+    named = bounds.diff(dim=2)
+    parts = (named + most - 1) // most
+    ends = parts.cumsum(2)
+    item = torch.arange(count + tokens * slots // most, device=device)
+    item = item.expand(batch, heads, -1).contiguous()
+    tile = torch.searchsorted(ends, item, right=True).clamp(max=count - 1)
+    before = (item - (ends - parts).gather(2, tile)) * most
+    found = {
+        "queries": order // slots,
+        "tile": tile,
+        "first": bounds.gather(2, tile) + before,
+        "size": (named.gather(2, tile) - before).clamp(0, most),
+    }
+    return {name: x.int() for name, x in found.items()}
