@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Any
@@ -27,7 +27,7 @@ from flashwright.serving import arguments
 from flashwright.serving.kernels import Wanted
 from flashwright.serving.reference import check_gradient
 from flashwright.sparse import lists, reference
-from flashwright.sparse.selection import chosen, pooled, positions
+from flashwright.sparse.selection import chosen, in_blocks, means, positions
 from flashwright.spec import AttentionSpec, BadSpec, scale_of
 
 _MOST_QUERIES = 512
@@ -51,6 +51,7 @@ def nsa(
     scale: float | None = None,
     cu_seqlens: Any = None,
     *,
+    compress: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     return_block_indices: bool = False,
 ) -> Any:
     """Native sparse attention of q, (batch, tokens, heads, dim), over k and v with fewer heads.
@@ -65,6 +66,10 @@ def nsa(
     (batch, tokens, kv heads), says how many. `cu_seqlens` says where the sequences of a packed
     batch begin (then batch is 1); they are computed one after another.
 
+    `compress` makes one key and one value of each whole block: from those in blocks, (batch,
+    blocks, block_size, kv heads, dim), to (batch, blocks, kv heads, dim), such as a module that is
+    trained. None takes the means. It also decides which blocks are chosen.
+
     Returns O, and with `return_block_indices` also the blocks. Gradients pass through all branches
     and gates, not through the choice of blocks; those of the selected branch are sums in any order.
     CPU tensors are computed by PyTorch. Raises NoKernel with the reason where no kernel can be
@@ -72,12 +77,12 @@ def nsa(
     """
     if torch.compiler.is_compiling():  # what is looked up here is no part of a graph
         more = (block_indices, block_counts, block_size, window_size, scale, cu_seqlens)
-        alone = torch.compiler.disable(nsa)
-        return alone(q, k, v, g_cmp, g_slc, g_swa, *more, return_block_indices=return_block_indices)
+        named = {"compress": compress, "return_block_indices": return_block_indices}
+        return torch.compiler.disable(nsa)(q, k, v, g_cmp, g_slc, g_swa, *more, **named)
     given = _Given(q, k, v, (g_cmp, g_slc, g_swa), block_indices)
     given.check(block_counts)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    call = _Call(block_size, window_size, factor, block_counts)
+    call = _Call(block_size, window_size, factor, block_counts, compress or means)
     if cu_seqlens is None:
         out, blocks = call.one(given)
     else:
@@ -148,6 +153,7 @@ class _Call:
     window: int
     scale: float
     counts: Any
+    compress: Callable[[Any, Any], tuple[Any, Any]]
 
     def __post_init__(self) -> None:
         for name, value, least in (("block_size", self.block, 1), ("window_size", self.window, 0)):
@@ -171,8 +177,7 @@ class _Call:
         for first, last in pairwise(bounds):
             rows, every = slice(first, last), slice(None)
             counts = self.counts if isinstance(self.counts, int) else self.counts[:, rows]
-            one = _Call(self.block, self.window, self.scale, counts)
-            found.append(one.one(given.part(every, rows)))
+            found.append(replace(self, counts=counts).one(given.part(every, rows)))
         outs, blocks = zip(*found, strict=True)
         most = max(x.shape[3] for x in blocks)
         wide = [torch.nn.functional.pad(x, (0, most - x.shape[3]), value=-1) for x in blocks]
@@ -181,10 +186,10 @@ class _Call:
     def one(self, given: _Given) -> tuple[Any, Any]:
         """O and the blocks of sequences of one length."""
         compress, select, window = given.gates
-        blocks, means = given.blocks, None
+        blocks, coarse = given.blocks, None
         if compress is not None or blocks is None:
-            pools = pooled(given.k, self.block), pooled(given.v, self.block)
-            means, lse = self._compressed(given, *pools)
+            pools = self._pools(given)
+            coarse, lse = self._compressed(given, *pools)
         if blocks is None:
             where = (given.k.shape[1], self.counts, self.block, self.scale)
             with torch.no_grad():
@@ -192,11 +197,22 @@ class _Call:
         out = self._selected(given, blocks.int())
         out = out if select is None else out * select[..., None].to(out.dtype)
         if compress is not None:
-            out = torch.addcmul(out, means, compress[..., None].to(out.dtype))
+            out = torch.addcmul(out, coarse, compress[..., None].to(out.dtype))
         if window is not None and self.window:
             latest = self._latest(given)
             out = torch.addcmul(out, latest, window[..., None].to(out.dtype))
         return out, blocks
+
+    def _pools(self, given: _Given) -> tuple[Any, Any]:
+        """A key and a value for each whole block."""
+        whole = [in_blocks(x, self.block) for x in (given.k, given.v)]
+        found = self.compress(*whole)
+        for name, x, y in zip("kv", whole, found, strict=True):
+            wanted = (*x.shape[:2], *x.shape[3:])
+            if tuple(y.shape) != wanted or y.dtype != x.dtype:
+                text = f"compress must give {name} of the shape {wanted} in {x.dtype}"
+                raise ValueError(f"{text}; it has {tuple(y.shape)} in {y.dtype}")
+        return found
 
     def _compressed(self, given: _Given, k: Any, v: Any) -> tuple[Any, Any]:
         q, how = given.q, (self.block, self.scale)

@@ -10,11 +10,16 @@ _ROOM = 1 << 26
 """Scores that are held at once."""
 
 
-def pooled(x: Any, block: int) -> Any:
-    """The means of the whole blocks of keys or values: (batch, tokens, heads, dim)."""
+def in_blocks(x: Any, block: int) -> Any:
+    """The whole blocks of keys or values: (batch, blocks, keys of a block, heads, dim)."""
     count = x.shape[1] // block
-    means = exact(x[:, : count * block].unflatten(1, (count, block))).mean(2)
-    return means.to(x.dtype)
+    return x[:, : count * block].unflatten(1, (count, block))
+
+
+def means(k: Any, v: Any) -> tuple[Any, Any]:
+    """The means of blocks of keys and values: (batch, blocks, heads, dim)."""
+    found_k, found_v = (exact(x).mean(2).to(x.dtype) for x in (k, v))
+    return found_k, found_v
 
 
 def exact(x: Any) -> Any:

@@ -127,6 +127,28 @@ def test_gradients_on_the_cpu() -> None:
     assert torch.autograd.gradcheck(call, given, fast_mode=True)
 
 
+def test_a_compression_that_is_trained() -> None:
+    """In place of the means: in the output, in the choice, with gradients of its own."""
+    given, how = tensors(6 * BLOCK, 2, 2), {"block_size": BLOCK, "block_counts": 4}
+    weights = torch.zeros(BLOCK, requires_grad=True)
+
+    def compress(k: Any, v: Any) -> tuple[Any, Any]:
+        shares = weights.softmax(0)[:, None, None]
+        return (k * shares).sum(2), (v * shares).sum(2)
+
+    out = flashwright.nsa(*given, **how, compress=compress)
+    torch.testing.assert_close(out, flashwright.nsa(*given, **how))
+    out.sum().backward()
+    assert weights.grad.abs().max() > 0
+    k = given[1]
+    k[:, 2 * BLOCK] += 40 * given[0][:, -1]
+    how |= {"return_block_indices": True}
+    last = flashwright.nsa(*given, **how, compress=lambda k, v: (k[:, :, 0], v[:, :, 0]))[1][0, -1]
+    assert (last == 2).any(1).all()
+    with pytest.raises(ValueError, match=r"compress must give k of the shape \(2, 6, 2, 32\)"):
+        flashwright.nsa(*given, **how, compress=lambda k, v: (k.mean(3), v.mean(2)))
+
+
 def test_sequences_of_a_packed_batch_are_computed_alone() -> None:
     given = [x[:1] for x in tensors(60, 4, 2)]
     how = {"block_size": BLOCK, "block_counts": 3, "window_size": 10}
