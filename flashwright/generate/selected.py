@@ -235,10 +235,11 @@ class SelectedForward(_Selected):
     def queries(self) -> int:
         """The queries of a tile. More of them share more blocks: so many that their rows fill two
         warpgroups, or four warps where there are none."""
-        group, (unit, most) = self.spec.group, (64, 128) if self.gpu.wgmma else (16, 64)
-        rows = [n * group for n in range(1, _BITS + 1)]
-        best = [n for n in rows if n % unit == 0 and n <= most]
-        return (best[-1] if best else next(n for n in rows if n % 16 == 0)) // group
+        group = self.spec.group
+        rows = [n for n in range(group, group * _BITS + 1, group) if n % 16 == 0]
+        wide = [n for n in rows if n % 64 == 0 and n <= 128 and self.gpu.wgmma]
+        fitting = wide or [n for n in rows if n <= 64]
+        return (fitting[-1] if fitting else rows[0]) // group
 
     @property
     def code(self) -> str:

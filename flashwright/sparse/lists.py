@@ -58,7 +58,7 @@ def by_tile(tiles: Any, count: int, most: int) -> Lists:
     is one tile, `tile`, and at most so many of its queries: `size` from `first` on. Items at the
     end may have none."""
     batch, heads, tokens, slots = tiles.shape
-    code = torch.where(tiles < 0, count, tiles).flatten(2)
+    code = torch.where(tiles < 0, count, tiles).flatten(2).contiguous()
     code, order = code.sort(dim=2, stable=True)
     device = tiles.device
     starts = torch.arange(count + 1, device=device, dtype=code.dtype)
