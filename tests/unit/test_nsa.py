@@ -215,11 +215,12 @@ def test_a_wrong_kernel_is_found(
         flashwright.nsa(q, k, v[..., :32], *gates, **HOW)
 
 
-@pytest.mark.parametrize(("heads", "block"), some([(4, 64), (4, 128), (10, 48), (2, 16)]))
+@pytest.mark.parametrize("sizes", some([(4, 64), (4, 128), (10, 48), (2, 16)]))
 def test_gradients_by_kernels(
-    heads: int, block: int, on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, int], on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block of 128 keys is two tiles. Some queries are before the first key."""
+    heads, block = sizes
     q, k, v, *_ = half(150, heads, 2)
     blocks = torch.randint(-1, 3, (2, 150, 2, 2))
     grad = torch.randn(2, 150, heads, 32).bfloat16()
