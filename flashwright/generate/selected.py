@@ -51,16 +51,16 @@ Compute 0 and get O_register
 // Which of the bits is the row's query's: dividing by a power of two puts it last.
 Compute exp2(block_idx * BM / Group - floor(q_idx / Group)) and get Bit
 for j = 0:Count[batch_idx, kv_head, block_idx]
-  let block = Tile[batch_idx, kv_head, block_idx, j]
+  let begin = Tile[batch_idx, kv_head, block_idx, j]
   let bits = Named[batch_idx, kv_head, block_idx, j]
-  Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = block] from global to shared
+  Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L at begin] from global to shared
   Compute GEMM Q_shared, K_shared.T and get S
   Compute Multiply S, Scale and get new S
   Compute Mask S where floor(bits * Bit) % 2 == 1
     and kv_idx <= floor(q_idx / Group) + kv_len - q_len
   Compute Softmax S with Smax and Ssum and rescale O_register
   Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
-  Copy V (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L = block] from global to shared
+  Copy V (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L at begin] from global to shared
   Compute GEMM S, V_shared and accumulate O_register
 end
 
@@ -106,7 +106,7 @@ Allocate dK in global (batch, kv_heads, kv_len, HeadDim) as {dtype}
 Allocate dV in global (batch, kv_heads, kv_len, VDim) as {dtype}
 
 grid item = 0:items, kv_head = 0:kv_heads, batch_idx = 0:batch
-let block = Tile[batch_idx, kv_head, item]
+let begin = Tile[batch_idx, kv_head, item]
 let first = First[batch_idx, kv_head, item]
 let rows = Size[batch_idx, kv_head, item] * Group
 Allocate Q in shared (BM, HeadDim) as {dtype} with stages Stages
@@ -120,8 +120,8 @@ Allocate dV in register (BN, VDim) as fp32
 Allocate dQ in register (BM, HeadDim) as fp32
 Allocate Shift in register (BM) as fp32
 if rows > 0
-  Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = block] from global to shared
-  Copy V (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L = block] from global to shared
+  Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L at begin] from global to shared
+  Copy V (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L at begin] from global to shared
   Compute 0 and get dK_register
   Compute 0 and get dV_register
   for i = 0:rows / BM
@@ -146,9 +146,9 @@ if rows > 0
     Copy dQ (BM, HeadDim) in coordinate {gathered}
       from register to global and accumulate dQsum
   end
-  Copy dK (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = block]
+  Copy dK (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L at begin]
     from register to global and accumulate dKsum
-  Copy dV (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L = block]
+  Copy dV (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L at begin]
     from register to global and accumulate dVsum
 end
 

@@ -1,5 +1,6 @@
 """The blocks that queries name, as kernels read them: merged over neighbouring queries, and for
-each block the queries that name it. A block of keys is a tile of a kernel here, or several."""
+each block the queries that name it. A block of keys is a tile of a kernel here, or several; a tile
+is told by the place of its first key."""
 
 from __future__ import annotations
 
@@ -14,16 +15,17 @@ Lists = dict[str, Any]
 _NONE = 2**31 - 1
 
 
-def tiles_of(blocks: Any, block: int, size: int, place: Any) -> Any:
+def tiles_of(blocks: Any, block: int, size: int, place: Any, first: Any) -> Any:
     """The tiles of `size` keys that queries read, (batch, kv heads, queries, slots), rising along
     the slots; -1 where there is none. `blocks` are (batch, queries, kv heads, slots), of `block`
-    keys; queries stand at `place`, and tiles behind it are left out."""
+    keys, counted from `first` on; queries stand at `place`, and tiles behind it are left out."""
     parts = block // size
-    tiles = blocks.transpose(1, 2).int()
+    tiles = blocks.transpose(1, 2).long()
     if parts > 1:
         tiles = (tiles[..., None] * parts + torch.arange(parts, device=tiles.device)).flatten(3)
-    seen = (tiles >= 0) & (tiles * size <= place[:, None])
-    return torch.where(seen, tiles, -1).int().sort(dim=3).values
+    begins = tiles * size + first[:, None]
+    seen = (tiles >= 0) & (begins <= place[:, None])
+    return torch.where(seen, begins, -1).int().sort(dim=3).values
 
 
 def merged(tiles: Any, queries: int) -> Lists:
@@ -38,10 +40,10 @@ def merged(tiles: Any, queries: int) -> Lists:
     width = code.shape[3]  # one place more is for what is not there
     slot = torch.where(there, new.cumsum(3) - 1, width)
     room = (*code.shape[:3], width + 1)
-    bits = torch.bitwise_left_shift(1, order // slots).int()
+    bits = torch.bitwise_left_shift(1, order // max(slots, 1)).int()
     return {
         "count": new.sum(3, dtype=torch.int32),
-        "tile": code.new_zeros(room).scatter_(3, slot, code // slots),
+        "tile": code.new_zeros(room).scatter_(3, slot, code // max(slots, 1)),
         "named": code.new_zeros(room).scatter_add_(3, slot, bits),
     }
 
@@ -53,26 +55,25 @@ def _times_before(tiles: Any) -> Any:
     return slot - torch.where(first, slot, 0).cummax(dim=3).values
 
 
-def by_tile(tiles: Any, count: int, most: int) -> Lists:
-    """The queries that name each of `count` tiles, one tile after the other in `queries`. An item
-    is one tile, `tile`, and at most so many of its queries: `size` from `first` on. Items at the
-    end may have none."""
+def by_tile(tiles: Any, every: Any, most: int) -> Lists:
+    """The queries that name each tile of `every`, which rise, one tile after the other in
+    `queries`. An item is one tile, `tile`, and at most so many of its queries: `size` from `first`
+    on. Items at the end may have none."""
     batch, heads, tokens, slots = tiles.shape
-    code = torch.where(tiles < 0, count, tiles).flatten(2).contiguous()
+    code = torch.where(tiles < 0, _NONE, tiles).flatten(2).contiguous()
     code, order = code.sort(dim=2, stable=True)
-    device = tiles.device
-    starts = torch.arange(count + 1, device=device, dtype=code.dtype)
-    bounds = torch.searchsorted(code, starts.expand(batch, heads, -1).contiguous())
-    named = bounds.diff(dim=2)
+    wanted = every.int().expand(batch, heads, -1).contiguous()
+    bounds, past = (torch.searchsorted(code, wanted, right=right) for right in (False, True))
+    named = past - bounds
     parts = (named + most - 1) // most
-    ends = parts.cumsum(2)
-    item = torch.arange(count + tokens * slots // most, device=device)
+    ends, count = parts.cumsum(2), every.shape[0]
+    item = torch.arange(count + tokens * slots // most, device=tiles.device)
     item = item.expand(batch, heads, -1).contiguous()
     tile = torch.searchsorted(ends, item, right=True).clamp(max=count - 1)
     before = (item - (ends - parts).gather(2, tile)) * most
     found = {
-        "queries": order // slots,
-        "tile": tile,
+        "queries": order // max(slots, 1),
+        "tile": every[tile],
         "first": bounds.gather(2, tile) + before,
         "size": (named.gather(2, tile) - before).clamp(0, most),
     }

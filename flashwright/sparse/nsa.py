@@ -26,6 +26,7 @@ from flashwright.pytorch.rules import is_deterministic
 from flashwright.serving import arguments
 from flashwright.serving.kernels import Wanted
 from flashwright.serving.reference import check_gradient
+from flashwright.serving.varlen import flash_attn_varlen_func
 from flashwright.sparse import lists, reference
 from flashwright.sparse.selection import chosen, in_blocks, means, positions
 from flashwright.spec import AttentionSpec, BadSpec, scale_of
@@ -64,7 +65,7 @@ def nsa(
     each query reads; -1 is none. Without it they are chosen: the query's own, the first and the one
     before its own, and those to whose means its group attends most. `block_counts`, a number or
     (batch, tokens, kv heads), says how many. `cu_seqlens` says where the sequences of a packed
-    batch begin (then batch is 1); they are computed one after another.
+    batch begin (then batch is 1).
 
     `compress` makes one key and one value of each whole block: from those in blocks, (batch,
     blocks, block_size, kv heads, dim), to (batch, blocks, kv heads, dim), such as a module that is
@@ -101,10 +102,26 @@ class _Given:
     """Of compressed blocks, selected blocks, the window."""
     blocks: Any
 
-    @property
+    starts: list[int] | None = None
+    """Where the sequences of a packed batch begin, and where the last one ends."""
+
+    @cached_property
     def place(self) -> Any:
         """Where the queries stand."""
         return positions(self.q.shape[1], self.k.shape[1], self.q.device)
+
+    @cached_property
+    def first(self) -> Any:
+        """The first key of each query's sequence."""
+        if self.starts is None:
+            return torch.zeros_like(self.place)
+        starts = torch.tensor(self.starts, device=self.q.device)
+        return starts[torch.searchsorted(starts, self.place, right=True) - 1]
+
+    def every_tile(self, keys: int) -> Any:
+        """Where the tiles of so many keys begin, in all sequences."""
+        bounds = pairwise(self.starts or (0, self.k.shape[1]))
+        return torch.cat([torch.arange(*pair, keys, device=self.k.device) for pair in bounds])
 
     def check(self, counts: Any) -> None:
         """Raise TypeError or ValueError, with the argument, for what does not fit."""
@@ -137,11 +154,11 @@ class _Given:
                 shape = tuple(tensor.shape)
                 raise ValueError(f"{name} must have the shape {wanted}; it has {shape}")
 
-    def part(self, b: slice, rows: slice) -> _Given:
-        """Some tokens of some of the batch."""
-        first, second, third = (g if g is None else g[b, rows] for g in self.gates)
-        blocks = None if self.blocks is None else self.blocks[b, rows]
-        tensors = (self.q[b, rows], self.k[b, rows], self.v[b, rows])
+    def part(self, rows: slice) -> _Given:
+        """Some of the tokens."""
+        first, second, third = (g if g is None else g[:, rows] for g in self.gates)
+        blocks = None if self.blocks is None else self.blocks[:, rows]
+        tensors = (self.q[:, rows], self.k[:, rows], self.v[:, rows])
         return _Given(*tensors, (first, second, third), blocks)
 
 
@@ -169,31 +186,42 @@ class _Call:
         arguments.check_numbers("cu_seqlens", starts.int(), given.q.device, (None,))
         bounds = starts.tolist()
         ends = given.q.shape[1]
-        rising = all(a <= b for a, b in pairwise(bounds))
-        if given.q.shape[0] != 1 or given.k.shape[1] != ends or not rising or bounds[-1] != ends:
+        rising = all(a <= b for a, b in pairwise(bounds)) and len(bounds) > 1
+        fits = rising and (bounds[0], bounds[-1]) == (0, ends)
+        if given.q.shape[0] != 1 or given.k.shape[1] != ends or not fits:
             text = f"cu_seqlens must rise from 0 to {ends}, the tokens of q and k, and batch be 1"
             raise ValueError(f"{text}; it is {bounds}")
-        found = []
-        for first, last in pairwise(bounds):
-            rows, every = slice(first, last), slice(None)
-            counts = self.counts if isinstance(self.counts, int) else self.counts[:, rows]
-            found.append(replace(self, counts=counts).one(given.part(every, rows)))
-        outs, blocks = zip(*found, strict=True)
-        most = max(x.shape[3] for x in blocks)
-        wide = [torch.nn.functional.pad(x, (0, most - x.shape[3]), value=-1) for x in blocks]
-        return torch.cat(outs, dim=1), torch.cat(wide, dim=1)
+        rows = [slice(*pair) for pair in pairwise(bounds)]
+        each = [self._of_rows(given, x)._coarse(given.part(x)) for x in rows]
+        most = max(x.shape[3] for _, x in each)
+        wide = [torch.nn.functional.pad(x, (0, most - x.shape[3]), value=-1) for _, x in each]
+        coarse = None if given.gates[0] is None else torch.cat([x for x, _ in each], dim=1)
+        return self._sum(replace(given, starts=bounds), coarse, torch.cat(wide, dim=1))
+
+    def _of_rows(self, given: _Given, rows: slice) -> _Call:
+        """The settings for some tokens."""
+        counts = self.counts if isinstance(self.counts, int) else self.counts[:, rows]
+        return replace(self, counts=counts)
 
     def one(self, given: _Given) -> tuple[Any, Any]:
         """O and the blocks of sequences of one length."""
-        compress, select, window = given.gates
+        return self._sum(given, *self._coarse(given))
+
+    def _coarse(self, given: _Given) -> tuple[Any, Any]:
+        """What the compressed branch gives, None if there is none, and the blocks."""
         blocks, coarse = given.blocks, None
-        if compress is not None or blocks is None:
+        if given.gates[0] is not None or blocks is None:
             pools = self._pools(given)
             coarse, lse = self._compressed(given, *pools)
         if blocks is None:
             where = (given.k.shape[1], self.counts, self.block, self.scale)
             with torch.no_grad():
                 blocks = chosen(given.q, pools[0], lse, *where)
+        return coarse, blocks
+
+    def _sum(self, given: _Given, coarse: Any, blocks: Any) -> tuple[Any, Any]:
+        """O, the sum of the branches, and the blocks."""
+        compress, select, window = given.gates
         out = self._selected(given, blocks.int())
         out = out if select is None else out * select[..., None].to(out.dtype)
         if compress is not None:
@@ -234,7 +262,8 @@ class _Call:
     def _selected(self, given: _Given, blocks: Any) -> Any:
         q, k, v, how = given.q, given.k, given.v, (self.block, self.scale)
         if _on_cpu(q) or not q.numel():
-            return reference.selected(q, k, v, blocks, *how, given.place).to(q.dtype)
+            out = reference.selected(q, k, v, blocks, *how, given.place, given.first)
+            return out.to(q.dtype)
         if self.block % 16:
             raise NoKernel(f"block_size is {self.block}: kernels take multiples of 16")
         wanted = self._wanted(given, "nsa-selected", selected_block=self.block)
@@ -244,9 +273,19 @@ class _Call:
         return one.forward()[0]
 
     def _latest(self, given: _Given) -> Any:
-        q, k, v = (x.transpose(1, 2) for x in (given.q, given.k, given.v))
-        found = flex.attention(q, k, v, causal=True, window=self.window, scale=self.scale)
-        return found.transpose(1, 2)
+        if given.starts is None:
+            q, k, v = (x.transpose(1, 2) for x in (given.q, given.k, given.v))
+            found = flex.attention(q, k, v, causal=True, window=self.window, scale=self.scale)
+            return found.transpose(1, 2)
+        if _on_cpu(given.q):
+            rows = (slice(*pair) for pair in pairwise(given.starts))
+            return torch.cat([self._latest(given.part(x)) for x in rows], dim=1)
+        starts = torch.tensor(given.starts, dtype=torch.int32, device=given.q.device)
+        longest = max(last - first for first, last in pairwise(given.starts))
+        q, k, v = (x[0] for x in (given.q, given.k, given.v))
+        attend = partial(flash_attn_varlen_func, q, k, v, starts, starts, longest, longest)
+        window = (self.window - 1, 0)
+        return attend(softmax_scale=self.scale, causal=True, window_size=window)[None]
 
     def _wanted(self, given: _Given, variant: str, **settings: int) -> Wanted:
         """The kernel of a branch."""
@@ -274,7 +313,8 @@ class _Selected:
 
     def _tiles(self, keys: int) -> Any:
         """The tiles of so many keys that queries read."""
-        return lists.tiles_of(self.blocks, self.how[0], keys, self.given.place)
+        where = (self.given.place, self.given.first)
+        return lists.tiles_of(self.blocks, self.how[0], keys, *where)
 
     def forward(self) -> tuple[Any, Any]:
         """O, (batch, tokens, heads, dim), and LSE, (batch, heads, tokens)."""
@@ -287,8 +327,8 @@ class _Selected:
     def _rows(self, rows: Any) -> Any:
         """Some rows of the first output, in fp64."""
         q, k, v = self.given.q[:1, rows].double(), self.given.k[:1], self.given.v[:1]
-        blocks, place = self.blocks[:1, rows], self.given.place[rows]
-        return reference.selected(q, k.double(), v.double(), blocks, *self.how, place)
+        blocks, where = self.blocks[:1, rows], (self.given.place[rows], self.given.first[rows])
+        return reference.selected(q, k.double(), v.double(), blocks, *self.how, *where)
 
     def backward(self, out: Any, lse: Any, grad: Any) -> list[Any]:
         """The gradients of q, k and v."""
@@ -301,7 +341,7 @@ class _Selected:
         more = {"do": grad.transpose(1, 2), "lse": lse, "delta": delta.contiguous()}
         wanted = _Gradients(self.task, None)
         keys = wanted.order.keys
-        more |= lists.by_tile(self._tiles(keys), -(-self.given.k.shape[1] // keys), _MOST_QUERIES)
+        more |= lists.by_tile(self._tiles(keys), self.given.every_tile(keys), _MOST_QUERIES)
         check = partial(self._check_gradients, grad)
         found = wanted.run(self._tensors() | more, {}, check)
         return [found[f"d{name}"].transpose(1, 2) for name in "qkv"]
@@ -315,7 +355,8 @@ class _Selected:
             return
         q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
         with torch.enable_grad():
-            out = reference.selected(q, k, v, self.blocks, *self.how, self.given.place)
+            where = (self.given.place, self.given.first)
+            out = reference.selected(q, k, v, self.blocks, *self.how, *where)
             wanted = torch.autograd.grad(out, (q, k, v), grad.double())
         for name, right in zip("qkv", wanted, strict=True):
             ours = results[f"d{name}"].transpose(1, 2)

@@ -24,23 +24,29 @@ def compressed(q: Any, means_k: Any, means_v: Any, block: int, scale: float, pla
     return (weights @ v).transpose(1, 2), lse
 
 
-def selected(q: Any, k: Any, v: Any, blocks: Any, block: int, scale: float, place: Any) -> Any:
+def selected(
+    q: Any, k: Any, v: Any, blocks: Any, block: int, scale: float, place: Any, first: Any
+) -> Any:
     """O, (batch, tokens, heads, dim), over the keys of each query's `blocks`, (batch, tokens, kv
-    heads, blocks), up to its own. Queries stand at `place`; blocks that are named twice count
-    twice, those that are negative or behind the query not at all."""
+    heads, blocks), up to its own. Queries stand at `place`, and blocks are counted from `first` on;
+    those that are named twice count twice, those that are negative or behind the query not at
+    all."""
     each = k.shape[0] * k.shape[2] * blocks.shape[3] * block * (k.shape[3] + v.shape[3])
     step = max(1, _ROOM // max(1, each))
     parts = [
-        _selected(q[:, rows], k, v, blocks[:, rows].long(), block, scale, place[rows])
+        _selected(q[:, rows], k, v, blocks[:, rows].long(), block, scale, place[rows], first[rows])
         for rows in (slice(n, n + step) for n in range(0, q.shape[1], step))
     ]
     return torch.cat(parts, dim=1) if parts else q.new_zeros((*q.shape[:3], v.shape[3]))
 
 
-def _selected(q: Any, k: Any, v: Any, blocks: Any, block: int, scale: float, place: Any) -> Any:
+def _selected(
+    q: Any, k: Any, v: Any, blocks: Any, block: int, scale: float, place: Any, first: Any
+) -> Any:
     inside = torch.arange(block, device=q.device)
-    keys = (blocks[..., None] * block + inside).flatten(3)  # (batch, tokens, kv heads, keys)
-    seen = (keys >= 0) & (keys <= place[:, None, None]) & (keys < k.shape[1])
+    begins = torch.where(blocks < 0, -block - k.shape[1], blocks * block) + first[:, None, None]
+    keys = (begins[..., None] + inside).flatten(3)  # (batch, tokens, kv heads, keys)
+    seen = (keys >= 0) & (keys <= place[:, None, None])
     where = torch.where(seen, keys, 0)
     batch = torch.arange(k.shape[0], device=q.device)[:, None, None, None]
     head = torch.arange(k.shape[2], device=q.device)[:, None]

@@ -237,6 +237,31 @@ def test_gradients_by_kernels(
         assert (ours.float() - right.float()).norm() < 0.02 * right.float().norm()
 
 
+def test_packed_sequences_share_kernels(
+    on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are counted from the beginning of each sequence; a tile may have queries of two."""
+    q, k, v, *_ = (x[:1] for x in half(150, 4, 2))
+    starts = torch.tensor([0, 37, 37, 129, 150])
+    blocks = torch.randint(-1, 3, (1, 150, 2, 3))
+    grad = torch.randn(1, 150, 4, 32).bfloat16()
+
+    def results() -> list[Any]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v[..., :32])]
+        out = flashwright.nsa(*leaves, block_indices=blocks, cu_seqlens=starts)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    found = results()
+    assert on_gpu == [("O", "LSE"), ("dK", "dV", "dQ")]
+    monkeypatch.setattr(nsa, "_on_cpu", lambda tensor: True)
+    rows = [slice(0, 37), slice(37, 129), slice(129, 150)]
+    given = (q, k, v[..., :32])
+    alone = [flashwright.nsa(*(x[:, r] for x in given), block_indices=blocks[:, r]) for r in rows]
+    torch.testing.assert_close(found[0], torch.cat(alone, dim=1), atol=0.02, rtol=0.02)
+    for ours, right in zip(found, results(), strict=True):
+        assert (ours.float() - right.float()).norm() < 0.02 * right.float().norm()
+
+
 def test_wrong_gradients_are_found(
     on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +299,7 @@ def test_gradients_have_no_order(on_gpu: list[tuple[str, ...]]) -> None:
         ({"block_size": 0}, ValueError, "block_size must be a whole number from 1 on"),
         ({"window_size": -1}, ValueError, "window_size must be a whole number from 0 on"),
         ({"cu_seqlens": torch.tensor([0, 40])}, ValueError, "and batch be 1"),
+        ({"cu_seqlens": torch.tensor([40])}, ValueError, "must rise from 0 to 40"),
     ],
 )
 def test_what_does_not_fit_is_said(change: dict[str, Any], error: Any, message: str) -> None:
@@ -317,7 +343,8 @@ def test_the_kernels_that_are_made_compute_it(gpu: str, tmp_path: Path) -> None:
     blocks = torch.tensor([2, -1, 0]).repeat(1, tokens, 2, 1)
     blocks[:, 20:, :, 1], blocks[:, 3] = 1, -1
     blocks[:, 7, 0] = 0  # three times
-    tiles = lists.tiles_of(blocks, 64, 64, selection.positions(tokens, keys, "cpu"))
+    place = selection.positions(tokens, keys, "cpu")
+    tiles = lists.tiles_of(blocks, 64, 64, place, torch.zeros_like(place))
     rng = np.random.default_rng(0)
     rows, columns = (1, tokens, 2, 4), (1, 2, keys)
     given = {
@@ -337,6 +364,6 @@ def test_the_kernels_that_are_made_compute_it(gpu: str, tmp_path: Path) -> None:
     given |= {"dO": grad, "LSE": rng.standard_normal(rows).astype(np.float32) + 4}
     given["Delta"] = rng.standard_normal(rows).astype(np.float32)
     given["LSE"][0, 3] = -np.inf  # as in a query that names no block
-    items = listed(lists.by_tile(tiles, 3, 16))
+    items = listed(lists.by_tile(tiles, torch.arange(3) * 64, 16))
     sizes = {"items": items["Tile"].shape[2], "entries": items["Queries"].shape[2]}
     emulated(SelectedBackward(card, spec), given | items, dims | sizes, tmp_path / "backward")
