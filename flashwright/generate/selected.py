@@ -76,7 +76,7 @@ Copy LSE (BM) in coordinate
 
 _BACKWARD = """\
 // The gradients of selected blocks. A thread block has a block of keys and some of the queries that
-// name it, with the heads of their groups as columns. dQ is a sum over the blocks of a query.
+// name it, with the heads of their groups as columns.{about}
 param HeadDim = {head_dim}
 param VDim = {v_dim}
 param Group = {group}
@@ -91,22 +91,20 @@ dim items, entries
 Allocate Q in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as {dtype}
 Allocate K in global (batch, kv_heads, kv_len, HeadDim) as {dtype}
 Allocate V in global (batch, kv_heads, kv_len, VDim) as {dtype}
-Allocate Tile in global (B: batch, H: kv_heads, I: items) as int32
+Allocate Begin in global (B: batch, H: kv_heads, I: items) as int32
 Allocate First in global (B: batch, H: kv_heads, I: items) as int32
 Allocate Size in global (B: batch, H: kv_heads, I: items) as int32
 Allocate Queries in global (B: batch, H: kv_heads, N: entries) as int32
 Allocate LSE in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
 Allocate Delta in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
 Allocate dO in global (B: batch, L: q_len, H: kv_heads, G: Group, D: VDim) as {dtype}
-Allocate dQsum in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as fp32
 Allocate dKsum in global (batch, kv_heads, kv_len, HeadDim) as fp32
 Allocate dVsum in global (batch, kv_heads, kv_len, VDim) as fp32
-Allocate dQ in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as {dtype}
 Allocate dK in global (batch, kv_heads, kv_len, HeadDim) as {dtype}
 Allocate dV in global (batch, kv_heads, kv_len, VDim) as {dtype}
-
+{tensors}
 grid item = 0:items, kv_head = 0:kv_heads, batch_idx = 0:batch
-let begin = Tile[batch_idx, kv_head, item]
+let begin = Begin[batch_idx, kv_head, item]
 let first = First[batch_idx, kv_head, item]
 let rows = Size[batch_idx, kv_head, item] * Group
 Allocate Q in shared (BM, HeadDim) as {dtype} with stages Stages
@@ -114,11 +112,9 @@ Allocate dO in shared (BM, VDim) as {dtype} with stages Stages
 Allocate S in register (BN, BM) as fp32
 Allocate P in register (BN, BM) as fp32
 Allocate dP in register (BN, BM) as fp32
-Allocate dS in shared (BN, BM) as {dtype}
 Allocate dK in register (BN, HeadDim) as fp32
 Allocate dV in register (BN, VDim) as fp32
-Allocate dQ in register (BM, HeadDim) as fp32
-Allocate Shift in register (BM) as fp32
+{tiles}Allocate Shift in register (BM) as fp32
 if rows > 0
   Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L at begin] from global to shared
   Copy V (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L at begin] from global to shared
@@ -137,15 +133,11 @@ if rows > 0
     Compute exp(S - Shift) and get P
     Compute GEMM V_shared, dO_shared.T and get dP
     Compute P * (dP - Delta) and get new dP
-    Copy dP from register to shared and get dS
-    Reshape P from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
+{kept}    Reshape P from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
     Compute GEMM P, dO_shared and accumulate dV_register
     Reshape dP from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
     Compute GEMM dP, Q_shared and accumulate dK_register
-    Compute GEMM dS_shared.T, K_shared and get dQ_register
-    Copy dQ (BM, HeadDim) in coordinate {gathered}
-      from register to global and accumulate dQsum
-  end
+{added}  end
   Copy dK (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L at begin]
     from register to global and accumulate dKsum
   Copy dV (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L at begin]
@@ -164,6 +156,27 @@ Copy dK (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = block_idx]
   from register to global
 Copy dVsum (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L = block_idx]
   from register to global and get dV
+{conversion}"""
+
+_SUM_OF_DQ = {
+    "about": " dQ is a sum over the blocks of a query.",
+    "tensors": """\
+Allocate dQsum in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as fp32
+Allocate dQ in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as {dtype}
+""",
+    "tiles": """\
+Allocate dS in shared (BN, BM) as {dtype}
+Allocate dQ in register (BM, HeadDim) as fp32
+""",
+    "kept": """\
+    Copy dP from register to shared and get dS
+""",
+    "added": """\
+    Compute GEMM dS_shared.T, K_shared and get dQ_register
+    Copy dQ (BM, HeadDim) in coordinate {gathered}
+      from register to global and accumulate dQsum
+""",
+    "conversion": """
 
 // Conversion: those of dQ.
 grid block_idx = 0:q_len * Group / BM, kv_head = 0:kv_heads, batch_idx = 0:batch
@@ -175,7 +188,70 @@ Compute dQsum_register * Scale and get dQ_register
 Copy dQ (BM, HeadDim) in coordinate
   [B = batch_idx, L = page_idx, H = kv_head, G = block_idx in 0:q_len * Group]
   from register to global
+""",
+}
+"""What the program has for dQ, if that is added up in any order."""
+
+_QUERIES = """\
+// dQ of selected blocks, in a fixed order. The rows of a tile are the heads of a group, for
+// {queries} queries, and the tile reads each block that one of them names, as in the forward.
+param HeadDim = {head_dim}
+param VDim = {v_dim}
+param Group = {group}
+param BM = {rows}
+param BN = {keys}
+param Stages = {stages}
+param Warps = {warps}
+param Scale = {scale}
+dim tiles, slots
+
+grid kv_head = 0:kv_heads, block_idx = 0:q_len * Group / BM, batch_idx = 0:batch
+
+Allocate Q in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as {dtype}
+Allocate K in global (batch, kv_heads, kv_len, HeadDim) as {dtype}
+Allocate V in global (batch, kv_heads, kv_len, VDim) as {dtype}
+Allocate Count in global (B: batch, H: kv_heads, T: tiles) as int32
+Allocate Tile in global (B: batch, H: kv_heads, T: tiles, J: slots) as int32
+Allocate Named in global (B: batch, H: kv_heads, T: tiles, J: slots) as int32
+Allocate LSE in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
+Allocate Delta in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
+Allocate dO in global (B: batch, L: q_len, H: kv_heads, G: Group, D: VDim) as {dtype}
+Allocate dQ in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as {dtype}
+Allocate K in shared (BN, HeadDim) as {dtype} with stages Stages
+Allocate V in shared (BN, VDim) as {dtype} with stages Stages
+Allocate S in register (BM, BN) as fp32
+Allocate dP in register (BM, BN) as fp32
+Allocate dQ in register (BM, HeadDim) as fp32
+Allocate Shift in register (BM) as fp32
+Allocate Bit in register (BM) as fp32
+
+Copy Q (BM, HeadDim) in coordinate {of_tile} from global to shared
+Copy dO (BM, VDim) in coordinate {of_tile} from global to shared
+Copy LSE (BM) in coordinate {of_tile} from global to register
+Copy Delta (BM) in coordinate {of_tile} from global to register
+Compute where(LSE > -1e29, LSE, inf) and get Shift
+Compute exp2(block_idx * BM / Group - floor(q_idx / Group)) and get Bit
+Compute 0 and get dQ_register
+for j = 0:Count[batch_idx, kv_head, block_idx]
+  let begin = Tile[batch_idx, kv_head, block_idx, j]
+  let bits = Named[batch_idx, kv_head, block_idx, j]
+  Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L at begin] from global to shared
+  Copy V (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L at begin] from global to shared
+  Compute GEMM Q_shared, K_shared.T and get S
+  Compute S * Scale and get new S
+  Compute Mask S where floor(bits * Bit) % 2 == 1
+    and kv_idx <= floor(q_idx / Group) + kv_len - q_len
+  Compute exp(S - Shift) and get new S
+  Compute GEMM dO_shared, V_shared.T and get dP
+  Compute S * (dP - Delta) and get new S
+  Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
+  Compute GEMM S, K_shared and accumulate dQ_register
+end
+Compute dQ_register * Scale and get new dQ_register
+Copy dQ (BM, HeadDim) in coordinate {of_tile} from register to global
 """
+
+_OF_TILE = "[B = batch_idx, L = page_idx, H = kv_head, G = block_idx in 0:q_len * Group]"
 
 _GATHERED = (
     "[B = batch_idx, L = Queries[batch_idx, kv_head, first + page_idx],"
@@ -204,6 +280,10 @@ class _Selected(OwnProgram):
         sizes = [n for n in range(_KEYS, 0, -16) if self.spec.selected_block % n == 0]
         return next((n for n in sizes if self._stages(n)), sizes[-1])
 
+    @property
+    def _widths(self) -> int:
+        return self.spec.head_dim + self.spec.value_dim
+
     def _stages(self, keys: int) -> int:
         """How many stages of tiles of so many keys fit into shared memory."""
         raise NotImplementedError
@@ -223,6 +303,7 @@ class _Selected(OwnProgram):
             "dtype": spec.dtype,
             "scale": scale,
             "gathered": _GATHERED,
+            "of_tile": _OF_TILE,
         }
         return template.format(**given, **sizes)
 
@@ -230,6 +311,9 @@ class _Selected(OwnProgram):
 @dataclass(frozen=True)
 class SelectedForward(_Selected):
     """Attention over selected blocks."""
+
+    template = _FORWARD
+    most_stages = 3
 
     @cached_property
     def queries(self) -> int:
@@ -246,11 +330,16 @@ class SelectedForward(_Selected):
         """The program."""
         rows = self.queries * self.spec.group
         sizes = {"queries": self.queries, "rows": rows, "warps": rows // 16}
-        return self._filled(_FORWARD, **sizes, stages=max(1, self._stages(self.keys)))
+        return self._filled(self.template, **sizes, stages=max(1, self._stages(self.keys)))
+
+    @property
+    def _kept(self) -> int:
+        """The widths of the tiles that stay in shared memory."""
+        return self.spec.head_dim
 
     def _stages(self, keys: int) -> int:
-        rows, width = self.queries * self.spec.group, self.spec.head_dim
-        return min(3, self._fit(rows * width, keys * (width + self.spec.value_dim)))
+        rows = self.queries * self.spec.group
+        return min(self.most_stages, self._fit(rows * self._kept, keys * self._widths))
 
     def in_words(self) -> str:
         """What it computes, for a line of progress."""
@@ -258,8 +347,27 @@ class SelectedForward(_Selected):
 
 
 @dataclass(frozen=True)
+class SelectedQueries(SelectedForward):
+    """dQ of a spec with selected blocks, in a fixed order."""
+
+    template = _QUERIES
+    most_stages = 2
+
+    @property
+    def _kept(self) -> int:
+        return self._widths
+
+    def in_words(self) -> str:
+        """What it computes, for a line of progress."""
+        return f"the gradients of the queries of {self.spec.in_words}; {self.gpu.title}"
+
+
+@dataclass(frozen=True)
 class SelectedBackward(_Selected):
     """The gradients of a spec with selected blocks."""
+
+    with_queries: bool = True
+    """Also dQ, added up in any order."""
 
     @property
     def code(self) -> str:
@@ -268,11 +376,11 @@ class SelectedBackward(_Selected):
         warps = self.keys // 16
         if self.gpu.wgmma and warps == 4 and self._widths > 256:
             warps = 8  # two warpgroups share the columns: else registers spill
-        return self._filled(_BACKWARD, rows=rows, warps=warps, stages=stages)
-
-    @property
-    def _widths(self) -> int:
-        return self.spec.head_dim + self.spec.value_dim
+        parts = _SUM_OF_DQ if self.with_queries else dict.fromkeys(_SUM_OF_DQ, "")
+        template = _BACKWARD
+        for name, part in parts.items():
+            template = template.replace(f"{{{name}}}", part)
+        return self._filled(template, rows=rows, warps=warps, stages=stages)
 
     def _stages(self, keys: int) -> int:
         return min(2, self._fit(keys * (self._widths + keys), keys * self._widths))

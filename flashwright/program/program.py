@@ -46,6 +46,7 @@ from flashwright.program.vocabulary import (
 
 Key = tuple[str, Space]
 LENGTH_DIMS = ("q_len", "kv_len")
+_QUERIES = Name("q_len")
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class Program:
     def ranges(self) -> tuple[tuple[Copy, Coord, Expr], ...]:
         """The coordinates that name a range, each with its Copy and the length of its axis. Of rows
         in pages that is the length of the pages' axis; those that a table names are together as
-        long as the longest range."""
+        long as the longest range, except of an axis of queries, of which rows are gathered."""
         found = []
         for copy in (s for s in statements(self.tree.body) if isinstance(s, Copy)):
             pages, paged = self.page_axis(copy), self.paged(copy)
@@ -191,9 +192,17 @@ class Program:
                 axes = self.outer(copy).axes
                 length = next(a.size for a in axes if a.label == coord.axis.id)
                 if paged:
-                    length = Name("kv_len") if pages is None else pages.size
+                    length = pages.size if pages is not None else Name("kv_len")
+                    if pages is None and self._gathers(copy):
+                        length = _QUERIES
                 found.append((copy, coord, length))
         return tuple(found)
+
+    def _gathers(self, copy: Copy) -> bool:
+        """Whether a table names queries, and the tile has their rows."""
+        sizes = {axis.label: axis.size for axis in self.outer(copy).axes}
+        naming = (c for c in copy.coords or () if Name(PAGE) in expressions(c.value))
+        return any(sizes[c.axis.id] == _QUERIES for c in naming)
 
     def outer(self, copy: Copy) -> Tensor:
         """The tensor in global memory that a Copy loads from or stores to."""
@@ -255,6 +264,8 @@ class Program:
         stored: dict[Expr, bool] = {}
         bounds = {axis.name: {*expressions(axis.high)} for axis in self.grid.axes}
         for copy, coord, length in self.ranges:
+            if length == _QUERIES:
+                known[length] = _QUERIES.id
             stored[length] = stored.get(length, False) or copy.dest == "global"
             place = coord.value
             if place == Name(PAGE):  # the pages that the rows of the tile are in

@@ -55,11 +55,12 @@ def _times_before(tiles: Any) -> Any:
     return slot - torch.where(first, slot, 0).cummax(dim=3).values
 
 
-def by_tile(tiles: Any, every: Any, most: int) -> Lists:
+def by_tile(tiles: Any, every: Any, most: int | None) -> Lists:
     """The queries that name each tile of `every`, which rise, one tile after the other in
-    `queries`. An item is one tile, `tile`, and at most so many of its queries: `size` from `first`
-    on. Items at the end may have none."""
+    `queries`. An item is one tile, at `begin`, and at most so many of its queries: `size` from
+    `first` on. Items at the end may have none. With None each tile is one item."""
     batch, heads, tokens, slots = tiles.shape
+    most = tokens * slots + 1 if most is None else most
     code = torch.where(tiles < 0, _NONE, tiles).flatten(2).contiguous()
     code, order = code.sort(dim=2, stable=True)
     wanted = every.int().expand(batch, heads, -1).contiguous()
@@ -73,7 +74,7 @@ def by_tile(tiles: Any, every: Any, most: int) -> Lists:
     before = (item - (ends - parts).gather(2, tile)) * most
     found = {
         "queries": order // max(slots, 1),
-        "tile": every[tile],
+        "begin": every[tile],
         "first": bounds.gather(2, tile) + before,
         "size": (named.gather(2, tile) - before).clamp(0, most),
     }

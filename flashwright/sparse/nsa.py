@@ -8,7 +8,6 @@ and the choice of blocks are PyTorch's.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -20,7 +19,7 @@ import torch
 from flashwright.author.builtin.variants import make_spec
 from flashwright.flex import attention as flex
 from flashwright.flex.task import DTYPES, ROWS, NoKernel, Task, compare_rows
-from flashwright.generate.selected import SelectedBackward, SelectedForward
+from flashwright.generate.selected import SelectedBackward, SelectedForward, SelectedQueries
 from flashwright.generate.store import tell
 from flashwright.pytorch.rules import is_deterministic
 from flashwright.serving import arguments
@@ -72,7 +71,7 @@ def nsa(
     trained. None takes the means. It also decides which blocks are chosen.
 
     Returns O, and with `return_block_indices` also the blocks. Gradients pass through all branches
-    and gates, not through the choice of blocks; those of the selected branch are sums in any order.
+    and gates, not through the choice of blocks. They are deterministic if PyTorch is asked to be.
     CPU tensors are computed by PyTorch. Raises NoKernel with the reason where no kernel can be
     made.
     """
@@ -316,12 +315,15 @@ class _Selected:
         where = (self.given.place, self.given.first)
         return lists.tiles_of(self.blocks, self.how[0], keys, *where)
 
+    def _merged(self, order: SelectedForward) -> dict[str, Any]:
+        """What neighbouring queries read."""
+        return lists.merged(self._tiles(order.keys), order.queries)
+
     def forward(self) -> tuple[Any, Any]:
         """O, (batch, tokens, heads, dim), and LSE, (batch, heads, tokens)."""
         wanted = _Forward(self.task, None)
-        read = lists.merged(self._tiles(wanted.order.keys), wanted.order.queries)
         check = partial(_check, self.task.spec, self._rows)
-        found = wanted.run(self._tensors() | read, {}, check)
+        found = wanted.run(self._tensors() | self._merged(wanted.order), {}, check)
         return found["o"].transpose(1, 2), found["lse"]
 
     def _rows(self, rows: Any) -> Any:
@@ -331,19 +333,18 @@ class _Selected:
         return reference.selected(q, k.double(), v.double(), blocks, *self.how, *where)
 
     def backward(self, out: Any, lse: Any, grad: Any) -> list[Any]:
-        """The gradients of q, k and v."""
-        if is_deterministic(None):
-            text = "gradients of nsa's selected branch are sums in any order"
-            if not torch.is_deterministic_algorithms_warn_only_enabled():
-                raise RuntimeError(text)
-            warnings.warn(text, stacklevel=2)
+        """The gradients of q, k and v. By PyTorch's setting they are deterministic."""
         delta = (grad.float() * out.float()).sum(-1).transpose(1, 2)
         more = {"do": grad.transpose(1, 2), "lse": lse, "delta": delta.contiguous()}
-        wanted = _Gradients(self.task, None)
-        keys = wanted.order.keys
-        more |= lists.by_tile(self._tiles(keys), self.given.every_tile(keys), _MOST_QUERIES)
+        given, exactly = self._tensors() | more, is_deterministic(None)
         check = partial(self._check_gradients, grad)
-        found = wanted.run(self._tensors() | more, {}, check)
+        wanted = _Gradients(self.task, None, deterministic=exactly)
+        keys, most = wanted.order.keys, None if exactly else _MOST_QUERIES
+        items = lists.by_tile(self._tiles(keys), self.given.every_tile(keys), most)
+        found = wanted.run(given | items, {}, check)
+        if exactly:
+            apart = _QueryGradients(self.task, None)
+            found |= apart.run(given | self._merged(apart.order), {}, check)
         return [found[f"d{name}"].transpose(1, 2) for name in "qkv"]
 
     def _check_gradients(self, grad: Any, results: Any) -> None:
@@ -359,6 +360,8 @@ class _Selected:
             out = reference.selected(q, k, v, self.blocks, *self.how, *where)
             wanted = torch.autograd.grad(out, (q, k, v), grad.double())
         for name, right in zip("qkv", wanted, strict=True):
+            if f"d{name}" not in results:
+                continue  # another kernel gives it
             ours = results[f"d{name}"].transpose(1, 2)
             check_gradient(self.task.spec, f"d{name}", ours, right)
 
@@ -378,7 +381,16 @@ class _Gradients(Wanted):
     @cached_property
     def order(self) -> Any:
         """What the store finds or makes."""
-        return SelectedBackward(self.task.card, self.task.spec)
+        return SelectedBackward(self.task.card, self.task.spec, not self.deterministic)
+
+
+class _QueryGradients(Wanted):
+    """dQ alone, in a fixed order."""
+
+    @cached_property
+    def order(self) -> Any:
+        """What the store finds or makes."""
+        return SelectedQueries(self.task.card, self.task.spec)
 
 
 class _WithGradients(torch.autograd.Function):  # type: ignore[misc]

@@ -14,7 +14,7 @@ from flashwright import gpu as gpus
 from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check
 from flashwright.generate.own_program import OwnProgram
-from flashwright.generate.selected import SelectedBackward, SelectedForward
+from flashwright.generate.selected import SelectedBackward, SelectedForward, SelectedQueries
 from flashwright.lang.parse import parse
 from flashwright.program.kernels import Kernels
 from flashwright.semantics.interpret import interpret_all
@@ -272,15 +272,25 @@ def test_wrong_gradients_are_found(
         out.float().sum().backward()
 
 
-def test_gradients_have_no_order(on_gpu: list[tuple[str, ...]]) -> None:
-    q, k, v, *gates = half(70, 4, 2)
-    out = flashwright.nsa(q.requires_grad_(), k, v[..., :32], *gates, **HOW)
+def test_deterministic_gradients(
+    on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dQ is a kernel of its own, and a thread block has all queries of a block of keys."""
+    q, k, v, *gates = half(150, 4, 2)
+    leaves = [x.requires_grad_() for x in (q, k, v[..., :32].detach())]
+    grad = torch.randn(2, 150, 4, 32).bfloat16()
+    out, blocks = flashwright.nsa(*leaves, None, *gates[1:], **HOW, return_block_indices=True)
     torch.use_deterministic_algorithms(True)
+    monkeypatch.setattr(nsa, "_MOST_QUERIES", 1)
     try:
-        with pytest.raises(RuntimeError, match="sums in any order"):
-            out.sum().backward()
+        found = torch.autograd.grad(out, leaves, grad)
     finally:
         torch.use_deterministic_algorithms(False)
+    assert on_gpu[2:] == [("dK", "dV"), ("dQ",)]
+    monkeypatch.setattr(nsa, "_on_cpu", lambda tensor: True)
+    wanted = flashwright.nsa(*leaves, None, *gates[1:], blocks, **HOW)
+    for ours, right in zip(found, torch.autograd.grad(wanted, leaves, grad), strict=True):
+        assert (ours.float() - right.float()).norm() < 0.02 * right.float().norm()
 
 
 @pytest.mark.parametrize(
@@ -365,5 +375,9 @@ def test_the_kernels_that_are_made_compute_it(gpu: str, tmp_path: Path) -> None:
     given["Delta"] = rng.standard_normal(rows).astype(np.float32)
     given["LSE"][0, 3] = -np.inf  # as in a query that names no block
     items = listed(lists.by_tile(tiles, torch.arange(3) * 64, 16))
-    sizes = {"items": items["Tile"].shape[2], "entries": items["Queries"].shape[2]}
-    emulated(SelectedBackward(card, spec), given | items, dims | sizes, tmp_path / "backward")
+    sizes |= {"items": items["Begin"].shape[2], "entries": items["Queries"].shape[2]}
+    orders = (SelectedBackward(card, spec), SelectedBackward(card, spec, False))
+    for number, order in enumerate((*orders, SelectedQueries(card, spec))):
+        tensors = read if isinstance(order, SelectedQueries) else items
+        used = {n: x for n, x in sizes.items() if f" {n}" in order.code.split("\ndim")[1]}
+        emulated(order, given | tensors, dims | used, tmp_path / f"{number}")
