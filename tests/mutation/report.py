@@ -40,7 +40,7 @@ $ python -m tests.mutation.report --write                 # writes this page
 
 A mutant is killed only if a diagnostic names the right line (`tests/mutation/test_mutants.py` has
 the rule). `make test` tries all mutants of two programs, and `make test-slow` those of five more.
-`make test-slow` also takes every second built-in program (of all variants, masks and options for
+`make test-slow` also takes every third built-in program (of all variants, masks and options for
 three GPUs, with one head dim) and tries one mutant of each of the twelve classes in `STATED`
 (`tests/mutation/mutants.py`).
 

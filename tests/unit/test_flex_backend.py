@@ -97,7 +97,7 @@ def emulate(kernel: InNumPy, given: dict[str, Any], dims: dict[str, int]) -> Any
     outputs = {"O": (shape, "fp16"), "LSE": (shape[:3], "fp32")}
     arrays = {name: tensor.numpy() for name, tensor in given.items()}
     sizes = {**kernel.order.spec.dims, **dims}
-    out = new_outputs(outputs)
+    out = new_outputs(outputs, {})
     result = launch(read_package(folder), {**arrays, **out}, sizes, "eager", 600.0)
     assert not result.findings
     return out

@@ -426,7 +426,7 @@ def agrees(
     arrays = {name: np.ascontiguousarray(numpy(tensor)) for name, tensor in given.items()}
     wanted = expected(function, given, LARGE)
     kinds = {"O": "bf16", "LSE": "fp32"}
-    out = new_outputs({name: (array.shape, kinds[name]) for name, array in wanted.items()})
+    out = new_outputs({name: (array.shape, kinds[name]) for name, array in wanted.items()}, {})
     result = launched({**arrays, **out}, {**found.own_dims, **LARGE})
     assert not result.findings, function.__name__
     assert_same(out, wanted, spec)

@@ -617,7 +617,7 @@ class Emulated:
         sizes = tensors[0].shape[:3]
         outputs = {"O": ((*sizes, tensors[2].shape[3]), "bf16"), "LSE": (sizes, "fp32")}
         dims = flex.dims_of(tensors[0], tensors[1])
-        out = new_outputs(outputs)
+        out = new_outputs(outputs, {})
         result = launch(self.package, {**arrays, **out}, dims, "eager", 600.0)
         assert not result.findings
         o = torch.from_numpy(out["O"].astype(np.float32)).bfloat16()

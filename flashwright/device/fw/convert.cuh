@@ -6,11 +6,13 @@
 namespace fw {
 
 // A whole number from -128 to 127. A float becomes the nearest one, of two the even one; what is no number becomes 0.
+__device__ inline int8_t nearest(float x) { return static_cast<int8_t>(::min(::max(__float2int_rn(x), -128), 127)); }
+
 struct int8 {
   int8_t number;
 
   int8() = default;
-  __device__ explicit int8(float x) : number(static_cast<int8_t>(::min(::max(__float2int_rn(x), -128), 127))) {}
+  __device__ explicit int8(float x) : number(nearest(x)) {}
   __device__ operator float() const { return number; }
 };
 

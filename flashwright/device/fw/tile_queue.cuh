@@ -79,7 +79,7 @@ struct TileQueue {
   }
 
   __device__ void get(int& x, int& y, int& z) {
-    int unused;
+    [[maybe_unused]] int unused;
     ring.wait();
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x), "=r"(y), "=r"(z), "=r"(unused)
