@@ -67,6 +67,9 @@ CLOCKS = {
 # In the order of atomic.cpp.
 OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 TYPES = ("b32", "b64", "u32", "u64", "s32", "s64", "f32", "f64", "f16x2", "bf16x2")
+TYPES += ("b16", "f16", "bf16")
+# Of predicates at a barrier, in the order of run.cpp.
+REDUCTIONS = ("popc", "and", "or")
 ACQUIRES = "ld.acquire.global"
 """The load by which a thread block waits for others."""
 _ADDED_AT_ONCE = {f"red.global.add.v{count}.f32": count for count in (2, 4)}
@@ -79,8 +82,8 @@ _FEWEST = {
     **dict.fromkeys(("mov", "not", "cnot", "neg", "abs", "popc", "clz", "brev", "bfind"), 2),
     **dict.fromkeys(("rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh", "cvt", "cvta"), 2),
     **dict.fromkeys(("add", "sub", "mul", "div", "rem", "min", "max", "and", "or", "xor"), 3),
-    **dict.fromkeys(("shl", "shr", "setp", "set", "copysign"), 3),
-    **dict.fromkeys(("mad", "fma", "selp", "slct", "bfe", "prmt", "shf", "sad"), 4),
+    **dict.fromkeys(("shl", "shr", "setp", "set", "copysign", "bmsk"), 3),
+    **dict.fromkeys(("mad", "fma", "selp", "slct", "bfe", "prmt", "shf", "sad", "dp4a", "dp2a"), 4),
     **dict.fromkeys(("lop3", "bfi"), 5),
 }
 _UNREAD = ("setp", "mov")  # whose results may be `_`
@@ -301,7 +304,8 @@ class _Encoder:
     def _touched(self, one: Instruction) -> tuple[list[int], list[int]]:
         if one.opcode.startswith("wgmma.mma_async"):
             return [], []  # it has its own rules
-        first = 0 if one.opcode.partition(".")[0] in ("st", "red", "cp", "bar", "stmatrix") else 1
+        stores = one.opcode.partition(".")[0] in ("st", "red", "cp", "bar", "stmatrix")
+        first = 0 if stores and not one.opcode.startswith("bar.red") else 1
         parts = (one.operands[:first], one.operands[first:])
         written, read = ([n for n in names(part) if n in self.entry.registers] for part in parts)
         return [self._register(n) for n in written], [self._register(n) for n in read]
@@ -427,7 +431,7 @@ class _Encoder:
             raise self._unknown()
         operation, number = OPERATIONS.index(parts[-2]), TYPES.index(parts[-1])
         result, where, *rest = operands if kind == "atom" else (Register("_"), *operands)
-        size = 8 if "64" in parts[-1] else 4
+        size = 8 if "64" in parts[-1] else 2 if parts[-1] in ("b16", "f16", "bf16") else 4
         given, second, *_ = [*rest, Register("_")]
         first = [self._slot(x, size) for x in (flat(given) if count > 1 else [given])]
         if len(first) != count:
@@ -492,10 +496,21 @@ class _Encoder:
         elif kind == "warp":
             self._emit("bar.warp", [self._slot(operands[0], 4)])
         elif kind in ("sync", "arrive"):
-            numbers = [o.value if isinstance(o, Immediate) else ~self._slot(o, 4) for o in operands]
-            self._emit("", [*numbers, 0][:2], SYNC if kind == "sync" else ARRIVE)
+            numbers = self._barrier_numbers(operands)
+            self._emit("", [*numbers, 0, 0, 0], SYNC if kind == "sync" else ARRIVE)
+        elif kind == "red":
+            result, *numbered, given = operands
+            which = name.split(".")[2]
+            numbers = self._barrier_numbers(numbered)
+            reduced = [1 + REDUCTIONS.index(which), self._slot(result, 4 if which == "popc" else 0)]
+            self._emit("", [*numbers, *reduced, self._slot(given, 0)], SYNC)
         else:
             raise self._unknown()
+
+    def _barrier_numbers(self, operands: Sequence[Operand]) -> list[int]:
+        """The number of a barrier and its count, 0 for all: constants, or complements of slots."""
+        found = [o.value if isinstance(o, Immediate) else ~self._slot(o, 4) for o in operands]
+        return [*found, 0][:2]
 
     def _mbarrier(self, name: str, operands: Sequence[Operand]) -> None:
         kind = name.split(".")[1]

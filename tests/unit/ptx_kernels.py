@@ -28,7 +28,8 @@ def run(
     directives: str = "",
 ) -> LaunchResult:
     """Launch a kernel with one parameter, the array `out`: its body in PTX."""
-    registers = ".reg .pred %p<8>;\n.reg .b32 %r<32>;\n.reg .f32 %f<8>;\n.reg .b64 %rd<16>;\n"
+    registers = ".reg .pred %p<8>;\n.reg .b32 %r<32>;\n.reg .f32 %f<8>;\n"
+    registers += ".reg .b64 %rd<16>; .reg .b16 %h<8>;\n"
     start = "ld.param.u64 %rd0, [out];\nmov.u32 %r0, %tid.x;\n"
     entry = f".visible .entry k(.param .u64 out){directives}"
     text = f"{HEAD}{entry}\n{{\n{registers}{start}{body}\nret;\n}}\n"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -145,6 +147,23 @@ def test_atomic_operations_are_all_done(operation: str) -> None:
     assert out[0] == ATOMICS[operation]
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("f16", np.float16), ("bf16", ml_dtypes.bfloat16)])
+def test_sums_of_16_bits(kind: str, dtype: Any) -> None:
+    """Each addition is rounded: from 2048 on an fp16 has no odd numbers, from 256 on a bf16."""
+    out = np.array([0, 1, 0, 0], dtype)
+    one = int(np.ones(1, dtype).view(np.uint16)[0])
+    body = f"mov.b16 %h1, {one};\natom.add.noftz.{kind} %h2, [%rd0+2], %h1;"
+    assert not run(body + f"red.global.add.noftz.{kind} [%rd0+4], %h1;", out, 32, grid=80).findings
+    assert out.astype(float).tolist() == [0, *((2048,) * 2 if kind == "f16" else (256,) * 2), 0]
+
+
+def test_atomics_that_compare_16_bits() -> None:
+    out = np.zeros(2, np.uint16)
+    body = "cvt.u16.u32 %h1, %r0;\nadd.u16 %h3, %h1, 1;\n"
+    assert not run(body + "atom.global.cas.b16 %h2, [%rd0+2], %h1, %h3;", out, 32).findings
+    assert out.tolist() == [0, 32]  # each lane finds what the one before has left
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_reductions_add_to_neighbours(count: int) -> None:
     out = np.zeros(8, np.float32)
@@ -224,6 +243,31 @@ EXCHANGE = """
     mad.lo.u32 %r5, %r4, 4, %r2;
     ld.shared.u32 %r1, [%r5];
 """
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("limit", [0, 37, 96])
+@pytest.mark.parametrize("spelled", ["bar.red", "barrier.cta.red"])
+def test_a_barrier_reduces_predicates(spelled: str, limit: int, schedule: str) -> None:
+    """Of all threads, also where some exit before: how many hold, whether all do, whether one."""
+    out = np.zeros(3 * 128, np.uint32)
+    body = f"""
+    setp.lt.u32 %p0, %r0, {limit};
+    setp.ge.u32 %p1, %r0, 96;
+    @%p1 ret;
+    {spelled}.popc.aligned.u32 %r1, 0, %p0;
+    {spelled}.and.aligned.pred %p2, 0, %p0;
+    {spelled}.or.aligned.pred %p3, 1, 96, !%p0;
+    selp.u32 %r2, 1, 0, %p2;
+    selp.u32 %r3, 1, 0, %p3;
+    mad.wide.u32 %rd9, %r0, 12, %rd0;
+    st.global.u32 [%rd9], %r1;
+    st.global.u32 [%rd9+4], %r2;
+    st.global.u32 [%rd9+8], %r3;
+    """
+    result = run(body, out, threads=128, schedule=schedule)
+    assert not result.findings
+    assert (out.reshape(128, 3)[:96] == [limit, limit == 96, limit < 96]).all()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -489,3 +533,46 @@ def test_sectors_are_counted(stride: int, sectors: int) -> None:
     body = f"mad.wide.u32 %rd1, %r0, {stride}, %rd0;\nld.global.u32 %r1, [%rd1];\n"
     counts = run(body, out).counts
     assert counts[:, 5:7].max(axis=0).tolist() == [sectors, 1]
+
+
+NUMBERS = np.random.default_rng(0).integers(0, 2**32, (3, 32), dtype=np.uint32)
+
+
+def bytes_of(word: int, kind: str, size: int) -> list[int]:
+    whole = np.array([word], np.uint32)
+    return [int(x) for x in whole.view(f"{kind.replace('s', 'i')}{size}")]
+
+
+@pytest.mark.parametrize("second", ["u", "s"])
+@pytest.mark.parametrize("first", ["u", "s"])
+@pytest.mark.parametrize("opcode", ["dp4a", "dp2a.lo", "dp2a.hi"])
+def test_products_of_bytes(opcode: str, first: str, second: str) -> None:
+    wanted = []
+    for a, b, c in NUMBERS.T.tolist():
+        if opcode == "dp4a":
+            pairs = zip(bytes_of(a, first, 1), bytes_of(b, second, 1), strict=True)
+        else:
+            half = bytes_of(b, second, 1)[2 * (opcode == "dp2a.hi") :][:2]
+            pairs = zip(bytes_of(a, first, 2), half, strict=True)
+        wanted.append((c + sum(x * y for x, y in pairs)) % 2**32)
+    assert computed(f"{opcode}.{first}32.{second}32 %r1, %r1, %r2, %r3;", *NUMBERS) == wanted
+
+
+def test_masks_of_bits() -> None:
+    """Clamped at the top; else place and number wrap around."""
+    first = np.array([0, 3, 31, 32, 40, 4, 0, 8] * 4, np.uint32)
+    count = np.array([5, 4, 2, 1, 3, 0, 32, 40] * 4, np.uint32)
+    clamped = [0x1F, 0x78, 0x80000000, 0, 0, 0, 0xFFFFFFFF, 0xFFFFFF00]
+    wrapped = [0x1F, 0x78, 0x80000000, 1, 0x700, 0, 0, 0xFF00]
+    for mode, wanted in (("clamp", clamped), ("wrap", wrapped)):
+        assert computed(f"bmsk.{mode}.b32 %r1, %r1, %r2;", first, count, first) == wanted * 4
+
+
+def computed(body: str, *given: Any) -> list[int]:
+    """%r1 in each lane, behind an instruction that has three words in %r1, %r2 and %r3."""
+    out = np.concatenate([*given, np.zeros(32, np.uint32)])
+    loads = [f"ld.global.u32 %r{n + 1}, [%rd9+{128 * n}];" for n in range(3)]
+    where = "mad.wide.u32 %rd9, %r0, 4, %rd0;"
+    result = run("\n".join([where, *loads, body, "st.global.u32 [%rd9+384], %r1;"]), out)
+    assert not result.findings
+    return [int(x) for x in out[96:]]

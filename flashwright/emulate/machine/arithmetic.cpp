@@ -182,9 +182,41 @@ uint32_t lop3(uint32_t a, uint32_t b, uint32_t c, uint32_t truth) {
   return result;
 }
 
+// So many ones from a bit on. Clamped, they end at the top; else place and number wrap around.
+template <bool kClamp> uint32_t ones(uint32_t from, uint32_t count) {
+  if (!kClamp) from &= 31, count &= 31;
+  if (from > 31) return 0;
+  return (count > 31 ? ~0u : (1u << count) - 1) << from;
+}
+
+// dp4a: four products of bytes, added to a word. dp2a: two of 16 bits and the lower or upper bytes.
+template <class A, class B> uint32_t dp4a(uint32_t a, uint32_t b, uint32_t c) {
+  for (int i = 0; i < 32; i += 8) c += uint32_t(int32_t(A(a >> i)) * int32_t(B(b >> i)));
+  return c;
+}
+template <class A, class B, int kFirst> uint32_t dp2a(uint32_t a, uint32_t b, uint32_t c) {
+  for (int i = 0; i < 2; ++i) {
+    c += uint32_t(int32_t(A(a >> 16 * i)) * int32_t(B(b >> (kFirst + 8 * i))));
+  }
+  return c;
+}
+
+template <class A, class Half, class B> void add_dots(Table& table, const string& types) {
+  put(table, types,
+      {{"dp4a.", lanewise<dp4a<A, B>>},
+       {"dp2a.lo.", lanewise<dp2a<Half, B, 0>>},
+       {"dp2a.hi.", lanewise<dp2a<Half, B, 16>>}});
+}
+
 void add_words(Table& table) {
+  add_dots<int8_t, int16_t, int8_t>(table, "s32.s32");
+  add_dots<int8_t, int16_t, uint8_t>(table, "s32.u32");
+  add_dots<uint8_t, uint16_t, int8_t>(table, "u32.s32");
+  add_dots<uint8_t, uint16_t, uint8_t>(table, "u32.u32");
   put(table, "",
       {
+          {"bmsk.clamp.b32", lanewise<ones<true>>},
+          {"bmsk.wrap.b32", lanewise<ones<false>>},
           {"prmt.b32", lanewise<prmt>},
           {"lop3.b32", lanewise<lop3>},
           {"prmt.b32.f4e", lanewise<prmt_mode<0x3210, 0x4321, 0x5432, 0x6543>>},

@@ -12,7 +12,7 @@ namespace {
 
 // In the order of encode.py's OPERATIONS and TYPES.
 enum Operation : int32_t { kAdd, kMin, kMax, kAnd, kOr, kXor, kExchange, kCompare, kIncrement, kDecrement };
-enum Type : int32_t { kB32, kB64, kU32, kU64, kS32, kS64, kF32, kF64, kF16x2, kBF16x2 };
+enum Type : int32_t { kB32, kB64, kU32, kU64, kS32, kS64, kF32, kF64, kF16x2, kBF16x2, kB16, kF16, kBF16 };
 
 template <class T>
 T combined(int32_t operation, T old, T b, T c) {
@@ -36,13 +36,15 @@ T combined(int32_t operation, T old, T b, T c) {
 }
 
 template <class F>
+uint16_t added(uint16_t old, uint16_t b) {
+  F x{{old}}, y{{b}};
+  return encode<F>(static_cast<double>(to_float(x)) + to_float(y)).bits;
+}
+
+template <class F>
 uint32_t added_pairs(uint32_t old, uint32_t b) {
-  uint32_t sum = 0;
-  for (int half = 0; half < 2; ++half) {
-    F x{{static_cast<uint16_t>(old >> 16 * half)}}, y{{static_cast<uint16_t>(b >> 16 * half)}};
-    sum |= uint32_t{encode<F>(static_cast<double>(to_float(x)) + to_float(y)).bits} << 16 * half;
-  }
-  return sum;
+  uint32_t upper = added<F>(old >> 16, b >> 16);
+  return upper << 16 | added<F>(old, b);
 }
 
 template <class T>
@@ -52,7 +54,9 @@ void apply(Context& c, const int32_t* o, int32_t slot, int lane, uint8_t* at, bo
   T b = lanes<T>(c, slot)[lane];
   T third = o[4] >= 0 ? lanes<T>(c, o[4])[lane] : T{};
   T now;
-  if constexpr (std::is_same_v<T, uint32_t>) {
+  if constexpr (std::is_same_v<T, uint16_t>) {
+    now = o[2] == kF16 ? added<F16>(old, b) : o[2] == kBF16 ? added<BF16>(old, b) : combined<T>(o[1], old, b, third);
+  } else if constexpr (std::is_same_v<T, uint32_t>) {
     now = o[2] == kF16x2    ? added_pairs<F16>(old, b)
           : o[2] == kBF16x2 ? added_pairs<BF16>(old, b)
                             : combined<T>(o[1], old, b, third);
@@ -77,7 +81,8 @@ uint8_t* changed(Context& c, int lane, uint64_t address, int bytes, bool replace
 // or -1, address, then the slots of the first one, behind their number: several are neighbours in memory.
 void atomic(Context& c, const int32_t* o, uint32_t mask) {
   int space = o[0] & 3;
-  int each = o[2] == kB64 || o[2] == kU64 || o[2] == kS64 || o[2] == kF64 ? 8 : 4, count = o[8], bytes = each * count;
+  bool wide = o[2] == kB64 || o[2] == kU64 || o[2] == kS64 || o[2] == kF64;
+  int each = wide ? 8 : o[2] >= kB16 ? 2 : 4, count = o[8], bytes = each * count;
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     int lane = __builtin_ctz(rest);
     uint64_t address = address_of(c, o + 5, lane);
@@ -103,6 +108,7 @@ void atomic(Context& c, const int32_t* o, uint32_t mask) {
         case kS64: apply<int64_t>(c, o, slot, lane, at); break;
         case kS32: apply<int32_t>(c, o, slot, lane, at); break;
         case kF32: apply<float>(c, o, slot, lane, at, !shared && o[1] == kAdd); break;
+        case kB16: case kF16: case kBF16: apply<uint16_t>(c, o, slot, lane, at); break;
         case kF64: apply<double>(c, o, slot, lane, at); break;
         default: apply<uint32_t>(c, o, slot, lane, at);
       }

@@ -8,6 +8,7 @@ namespace {
 
 constexpr int64_t kPatience = int64_t{1} << 24;  // instructions of one warp: whoever needs more does not end
 constexpr int64_t kTurn = int64_t{1} << 18;      // of one warp, before others go on
+enum Reduction : int32_t { kNone, kNumber, kEvery, kAny };  // in the order of encode.py's REDUCTIONS
 constexpr int kPolls = 32;                       // atomic loads of one warp, before others go on
 
 // Put lanes at a place, together with those that are there already.
@@ -215,10 +216,33 @@ struct Runner {
     int number = value(o[0]) & 15, wanted = value(o[1]);
     uint32_t live = mask | lanes_of(full(c));
     if (live != mask) machine.find(c, kDivergent, -1, live & ~mask);
+    if (code.control == kBarrierSync && o[2] != kNone) vote(c, number, o, mask);
     return arrive(c, number, wanted, code.control == kBarrierSync);
   }
 
   // --- barriers -----------------------------------------------------------------------------------
+
+  // Operands: number, count, which reduction, slot of the result, slot of the predicate.
+  void vote(Context& c, int number, const int32_t* o, uint32_t mask) {
+    uint32_t holds = predicate(c, o[4]);
+    block.barriers[number].yes += __builtin_popcount(mask & holds);
+    block.barriers[number].no += __builtin_popcount(mask & ~holds);
+    full(c).reduction = o;
+    full(c).asked = mask;
+  }
+
+  void answer(FullWarp& warp, const Barrier& barrier) {
+    const int32_t* o = std::exchange(warp.reduction, nullptr);
+    if (o == nullptr) return;
+    Context c{&machine, &block, &warp, 0, 0};
+    bool holds = o[2] == kEvery ? barrier.no == 0 : barrier.yes != 0;
+    if (o[2] == kNumber) {
+      for_lanes(warp.asked, [&](int lane) { lanes<uint32_t>(c, o[3])[lane] = barrier.yes; });
+    } else if (o[3] >= 0) {
+      uint32_t& result = predicate(c, o[3]);
+      result = holds ? result | warp.asked : result & ~warp.asked;
+    }
+  }
 
   // The arrivals that a barrier waits for.
   int wanted(int number) const {
@@ -240,17 +264,16 @@ struct Runner {
     barrier.clock.join(warp.clock);
     warp.cluster = barrier.generation;
     ++block.events;
+    if (waits) {
+      warp.state = State::kBarrier;
+      warp.barrier = number;
+    }
     if (barrier.arrived < wanted(number)) {
       meet(warp);  // what it does from here on, those who wait do not know
-      if (waits) {
-        warp.state = State::kBarrier;
-        warp.barrier = number;
-      }
       return waits;
     }
     complete(number);
-    if (waits) pass(warp, barrier.done);
-    else meet(warp);
+    if (!waits) meet(warp);
     return false;
   }
 
@@ -264,9 +287,11 @@ struct Runner {
       bool here = other.state == State::kBarrier || other.state == State::kCluster;
       if (here && other.barrier == static_cast<uint64_t>(number)) {
         other.state = State::kReady;
+        answer(other, barrier);
         pass(other, barrier.done);
       }
     }
+    barrier.yes = barrier.no = 0;
   }
 
   // Behind a barrier a warp knows what all who came there knew, and its own time moves on. A barrier is a fence too.

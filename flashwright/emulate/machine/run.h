@@ -147,6 +147,8 @@ struct FullWarp : Warp {
   std::vector<Fragment> fragments;  // by place, the lowest first
   State state = State::kReady;
   uint64_t barrier = 0;             // the number or the address of what it waits at
+  const int32_t* reduction = nullptr;  // the operands of a barrier that reduces predicates, which it waits at
+  uint32_t asked = 0;               // the lanes that get the result
   bool give_up = false;             // its next try to wait is in vain
   uint32_t cluster = 0;             // the generation of the cluster's barrier that it waits for
   std::array<uint32_t, 17> arrived{};  // at each barrier: 1 + the generation in which it came there last
@@ -167,6 +169,7 @@ struct FullWarp : Warp {
 
 struct Barrier {
   int wanted = 0, arrived = 0;  // 0 wanted: all threads that are still there
+  int yes = 0, no = 0;          // predicates of those that have arrived
   uint32_t generation = 0;
   Clock clock, done;
 };
