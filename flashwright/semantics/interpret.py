@@ -21,7 +21,7 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.nodes import Name
 from flashwright.program.kernels import Kernels
 from flashwright.program.program import Program, Tensor
-from flashwright.program.scalars import Value, evaluate, whole
+from flashwright.program.scalars import NotScalar, Value, evaluate, whole
 from flashwright.semantics.machine import Machine, Observer
 from flashwright.semantics.masks import ARITHMETIC, COMPARE
 from flashwright.semantics.state import Region
@@ -133,7 +133,12 @@ def shape_of(tensor: Tensor, program: Program, dims: Mapping[str, int]) -> tuple
     """A tensor's shape for one problem."""
     sizes = []
     for axis in tensor.axes:
-        value = evaluate(axis.size, {**dims, **program.params})
+        try:
+            value = evaluate(axis.size, {**dims, **program.params})
+        except NotScalar as error:
+            text = f"the length of axis {axis.label} of `{tensor.name}` is not known: {error}"
+            hint = "give the dim a value in the spec: `[dims]`, or the length in known ones"
+            raise Failed(Diagnostic("FW904", text, tensor.declared.span, help=hint)) from None
         size = whole(value)
         if size is None or size < 0:
             raise _mismatch(tensor, f"axis {axis.label} of `{tensor.name}` would be {value} long")

@@ -24,7 +24,7 @@ from tests.example_programs import PROGRAMS
 from tests.share import some
 
 GPUS = ("t4", "a100", "h200")
-REFUSED = ("append", "packed", "paged", "sink_tile")
+REFUSED = ("append", "block_list", "packed", "paged", "sink_tile")
 """Examples without a derived backward: test_grad.py has the reasons."""
 EXAMPLES = [p for p in PROGRAMS if p.stem not in REFUSED]
 MASKS: dict[str, dict[str, Any]] = {

@@ -264,8 +264,8 @@ def test_a_vector_without_positions_is_an_error(edit: tuple[str, str]) -> None:
 
 GROUPED = sorted(
     {p.stem for p in EXAMPLES.glob("*.tl")}
-    - {"append", "decode", "documents", "packed", "paper", "differential", "forgetting"}
-    - {"rope_split", "side_by_side"}
+    - {"append", "block_list", "decode", "documents", "packed", "paper", "differential"}
+    - {"forgetting", "rope_split", "side_by_side"}
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},

@@ -130,6 +130,14 @@ PINS: dict[tuple[str, str], tuple[str, str]] = {
         "wgmma, TMA, persistent; loop 28: overlapped, masked iterations split",
         "FW818:29 FW818:30 FW813:31 FW815:32",
     ),
+    ("block_list", "h200"): (
+        "wgmma, TMA, persistent; loop 32: overlapped, masked iterations split",
+        "FW815:36",
+    ),
+    ("block_list", "a100"): (
+        "mma.sync, cp.async; loop 32: copies run 1 iteration ahead",
+        "",
+    ),
     ("bias_prefix", "a100"): (
         "mma.sync, cp.async; loop 28: copies do not run ahead",
         "FW818:29 FW818:30",
