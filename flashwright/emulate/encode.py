@@ -66,8 +66,10 @@ CLOCKS = {
 }
 # In the order of atomic.cpp.
 OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
-TYPES = ("b32", "b64", "u32", "u64", "s32", "s64", "f32", "f64", "f16x2", "bf16x2")
-TYPES += ("b16", "f16", "bf16")
+TYPES = (
+    *("b32", "b64", "u32", "u64", "s32", "s64", "f32", "f64", "f16x2", "bf16x2"),
+    *("b16", "f16", "bf16"),
+)
 # Of predicates at a barrier, in the order of run.cpp.
 REDUCTIONS = ("popc", "and", "or")
 ACQUIRES = "ld.acquire.global"
@@ -431,7 +433,7 @@ class _Encoder:
             raise self._unknown()
         operation, number = OPERATIONS.index(parts[-2]), TYPES.index(parts[-1])
         result, where, *rest = operands if kind == "atom" else (Register("_"), *operands)
-        size = 8 if "64" in parts[-1] else 2 if parts[-1] in ("b16", "f16", "bf16") else 4
+        size = 8 if "64" in parts[-1] else 2 if parts[-1] in TYPES[-3:] else 4
         given, second, *_ = [*rest, Register("_")]
         first = [self._slot(x, size) for x in (flat(given) if count > 1 else [given])]
         if len(first) != count:
