@@ -149,8 +149,8 @@ def test_heads_of_a_group_are_rows_of_a_tile(group: tuple[int, int], on_gpu: Any
 EXTRAS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (15, 0)},
     "softcap": {"softcap": 20.0},
-    "sink": {"sink": torch.randn(6)},
-    "slopes": {"alibi_slopes": torch.rand(6)},
+    "sink": {"sink": torch.linspace(-1.5, 1.5, 6)},
+    "slopes": {"alibi_slopes": torch.linspace(0.1, 0.9, 6)},
 }
 
 

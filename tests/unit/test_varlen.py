@@ -84,8 +84,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True, "softmax_scale": 0.3},
     "window": {"causal": True, "window_size": (15, 0), "softcap": 20.0},
     "both sides": {"window_size": (7, 7)},
-    "alibi": {"causal": True, "alibi_slopes": torch.rand(4)},
-    "sink": {"causal": True, "sink": torch.randn(4)},
+    "alibi": {"causal": True, "alibi_slopes": torch.tensor([0.7, 0.5, 0.3, 0.2])},
+    "sink": {"causal": True, "sink": torch.tensor([1.5, -0.5, 0.2, -1.0])},
 }
 
 
