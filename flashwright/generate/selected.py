@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from flashwright.generate.own_program import OwnProgram
 from flashwright.spec import AttentionSpec
 
-_FORWARD = """\
-// Attention over selected blocks. The rows of a tile are the heads of a group, for {queries}
-// queries. The tile reads each block that one of them names, and masks it for the others.
+_COMMON = {
+    "params": """\
 param HeadDim = {head_dim}
 param VDim = {v_dim}
 param Group = {group}
@@ -21,6 +21,8 @@ param BN = {keys}
 param Stages = {stages}
 param Warps = {warps}
 param Scale = {scale}
+""",
+    "listed": """\
 dim tiles, slots
 
 grid kv_head = 0:kv_heads, block_idx = 0:q_len * Group / BM, batch_idx = 0:batch
@@ -31,33 +33,57 @@ Allocate V in global (batch, kv_heads, kv_len, VDim) as {dtype}
 Allocate Count in global (B: batch, H: kv_heads, T: tiles) as int32
 Allocate Tile in global (B: batch, H: kv_heads, T: tiles, J: slots) as int32
 Allocate Named in global (B: batch, H: kv_heads, T: tiles, J: slots) as int32
-Allocate O in global (B: batch, L: q_len, H: kv_heads, G: Group, D: VDim) as {dtype}
-Allocate LSE in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
+""",
+    "tiles_of_keys": """\
 Allocate K in shared (BN, HeadDim) as {dtype} with stages Stages
 Allocate V in shared (BN, VDim) as {dtype} with stages Stages
 Allocate S in register (BM, BN) as fp32
+""",
+    "bit": """\
+// Which of the bits is the row's query's: dividing by a power of two puts it last.
+Compute exp2(block_idx * BM / Group - floor(q_idx / Group)) and get Bit
+""",
+    "loop": """\
+for j = 0:Count[batch_idx, kv_head, block_idx]
+  let begin = Tile[batch_idx, kv_head, block_idx, j]
+  let bits = Named[batch_idx, kv_head, block_idx, j]
+  Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L at begin] from global to shared
+""",
+    "mask": """\
+  Compute Mask S where floor(bits * Bit) % 2 == 1
+    and kv_idx <= floor(q_idx / Group) + kv_len - q_len
+""",
+    "of_tile": "[B = batch_idx, L = page_idx, H = kv_head, G = block_idx in 0:q_len * Group]",
+    "gathered": (
+        "[B = batch_idx, L = Queries[batch_idx, kv_head, first + page_idx],"
+        " H = kv_head, G = i in 0:rows]"
+    ),
+}
+"""What several programs have."""
+
+_FORWARD = """\
+// Attention over selected blocks. The rows of a tile are the heads of a group, for {queries}
+// queries. The tile reads each block that one of them names, and masks it for the others.
+{params}
+{listed}
+Allocate O in global (B: batch, L: q_len, H: kv_heads, G: Group, D: VDim) as {dtype}
+Allocate LSE in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
+{tiles_of_keys}
 Allocate Smax in register (BM) as fp32
 Allocate Ssum in register (BM) as fp32
 Allocate O in register (BM, VDim) as fp32
 Allocate LSE in register (BM) as fp32
 Allocate Bit in register (BM) as fp32
 
-Copy Q (BM, HeadDim) in coordinate
-  [B = batch_idx, L = page_idx, H = kv_head, G = block_idx in 0:q_len * Group]
-  from global to shared
+Copy Q (BM, HeadDim) in coordinate {of_tile} from global to shared
 Compute -1e30 and get Smax
 Compute 0 and get Ssum
 Compute 0 and get O_register
-// Which of the bits is the row's query's: dividing by a power of two puts it last.
-Compute exp2(block_idx * BM / Group - floor(q_idx / Group)) and get Bit
-for j = 0:Count[batch_idx, kv_head, block_idx]
-  let begin = Tile[batch_idx, kv_head, block_idx, j]
-  let bits = Named[batch_idx, kv_head, block_idx, j]
-  Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L at begin] from global to shared
+{bit}
+{loop}
   Compute GEMM Q_shared, K_shared.T and get S
   Compute Multiply S, Scale and get new S
-  Compute Mask S where floor(bits * Bit) % 2 == 1
-    and kv_idx <= floor(q_idx / Group) + kv_len - q_len
+{mask}
   Compute Softmax S with Smax and Ssum and rescale O_register
   Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
   Copy V (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L at begin] from global to shared
@@ -65,26 +91,16 @@ for j = 0:Count[batch_idx, kv_head, block_idx]
 end
 
 Compute where(Ssum > 0, O_register / Ssum, 0) and get new O_register
-Copy O (BM, VDim) in coordinate
-  [B = batch_idx, L = page_idx, H = kv_head, G = block_idx in 0:q_len * Group]
-  from register to global
+Copy O (BM, VDim) in coordinate {of_tile} from register to global
 Compute Smax + log(Ssum) and get LSE_register
-Copy LSE (BM) in coordinate
-  [B = batch_idx, L = page_idx, H = kv_head, G = block_idx in 0:q_len * Group]
-  from register to global
+Copy LSE (BM) in coordinate {of_tile} from register to global
 """
 
 _BACKWARD = """\
 // The gradients of selected blocks. A thread block has a block of keys and some of the queries that
-// name it, with the heads of their groups as columns.{about}
-param HeadDim = {head_dim}
-param VDim = {v_dim}
-param Group = {group}
-param BM = {rows}
-param BN = {keys}
-param Stages = {stages}
-param Warps = {warps}
-param Scale = {scale}
+// name it, with the heads of their groups as columns.
+{about}
+{params}
 param Persistent = 0              // several thread blocks on an SM hide each other's latency
 dim items, entries
 
@@ -114,7 +130,8 @@ Allocate P in register (BN, BM) as fp32
 Allocate dP in register (BN, BM) as fp32
 Allocate dK in register (BN, HeadDim) as fp32
 Allocate dV in register (BN, VDim) as fp32
-{tiles}Allocate Shift in register (BM) as fp32
+{tiles}
+Allocate Shift in register (BM) as fp32
 if rows > 0
   Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L at begin] from global to shared
   Copy V (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L at begin] from global to shared
@@ -133,11 +150,13 @@ if rows > 0
     Compute exp(S - Shift) and get P
     Compute GEMM V_shared, dO_shared.T and get dP
     Compute P * (dP - Delta) and get new dP
-{kept}    Reshape P from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
+{kept}
+    Reshape P from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
     Compute GEMM P, dO_shared and accumulate dV_register
     Reshape dP from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
     Compute GEMM dP, Q_shared and accumulate dK_register
-{added}  end
+{added}
+  end
   Copy dK (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L at begin]
     from register to global and accumulate dKsum
   Copy dV (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L at begin]
@@ -156,10 +175,13 @@ Copy dK (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = block_idx]
   from register to global
 Copy dVsum (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L = block_idx]
   from register to global and get dV
-{conversion}"""
+{conversion}
+"""
 
 _SUM_OF_DQ = {
-    "about": " dQ is a sum over the blocks of a query.",
+    "about": """\
+// dQ is a sum over the blocks of a query.
+""",
     "tensors": """\
 Allocate dQsum in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as fp32
 Allocate dQ in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as {dtype}
@@ -181,13 +203,9 @@ Allocate dQ in register (BM, HeadDim) as fp32
 // Conversion: those of dQ.
 grid block_idx = 0:q_len * Group / BM, kv_head = 0:kv_heads, batch_idx = 0:batch
 Allocate dQ in register (BM, HeadDim) as fp32
-Copy dQsum (BM, HeadDim) in coordinate
-  [B = batch_idx, L = page_idx, H = kv_head, G = block_idx in 0:q_len * Group]
-  from global to register
+Copy dQsum (BM, HeadDim) in coordinate {of_tile} from global to register
 Compute dQsum_register * Scale and get dQ_register
-Copy dQ (BM, HeadDim) in coordinate
-  [B = batch_idx, L = page_idx, H = kv_head, G = block_idx in 0:q_len * Group]
-  from register to global
+Copy dQ (BM, HeadDim) in coordinate {of_tile} from register to global
 """,
 }
 """What the program has for dQ, if that is added up in any order."""
@@ -195,31 +213,13 @@ Copy dQ (BM, HeadDim) in coordinate
 _QUERIES = """\
 // dQ of selected blocks, in a fixed order. The rows of a tile are the heads of a group, for
 // {queries} queries, and the tile reads each block that one of them names, as in the forward.
-param HeadDim = {head_dim}
-param VDim = {v_dim}
-param Group = {group}
-param BM = {rows}
-param BN = {keys}
-param Stages = {stages}
-param Warps = {warps}
-param Scale = {scale}
-dim tiles, slots
-
-grid kv_head = 0:kv_heads, block_idx = 0:q_len * Group / BM, batch_idx = 0:batch
-
-Allocate Q in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as {dtype}
-Allocate K in global (batch, kv_heads, kv_len, HeadDim) as {dtype}
-Allocate V in global (batch, kv_heads, kv_len, VDim) as {dtype}
-Allocate Count in global (B: batch, H: kv_heads, T: tiles) as int32
-Allocate Tile in global (B: batch, H: kv_heads, T: tiles, J: slots) as int32
-Allocate Named in global (B: batch, H: kv_heads, T: tiles, J: slots) as int32
+{params}
+{listed}
 Allocate LSE in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
 Allocate Delta in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
 Allocate dO in global (B: batch, L: q_len, H: kv_heads, G: Group, D: VDim) as {dtype}
 Allocate dQ in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as {dtype}
-Allocate K in shared (BN, HeadDim) as {dtype} with stages Stages
-Allocate V in shared (BN, VDim) as {dtype} with stages Stages
-Allocate S in register (BM, BN) as fp32
+{tiles_of_keys}
 Allocate dP in register (BM, BN) as fp32
 Allocate dQ in register (BM, HeadDim) as fp32
 Allocate Shift in register (BM) as fp32
@@ -230,17 +230,13 @@ Copy dO (BM, VDim) in coordinate {of_tile} from global to shared
 Copy LSE (BM) in coordinate {of_tile} from global to register
 Copy Delta (BM) in coordinate {of_tile} from global to register
 Compute where(LSE > -1e29, LSE, inf) and get Shift
-Compute exp2(block_idx * BM / Group - floor(q_idx / Group)) and get Bit
+{bit}
 Compute 0 and get dQ_register
-for j = 0:Count[batch_idx, kv_head, block_idx]
-  let begin = Tile[batch_idx, kv_head, block_idx, j]
-  let bits = Named[batch_idx, kv_head, block_idx, j]
-  Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L at begin] from global to shared
+{loop}
   Copy V (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L at begin] from global to shared
   Compute GEMM Q_shared, K_shared.T and get S
   Compute S * Scale and get new S
-  Compute Mask S where floor(bits * Bit) % 2 == 1
-    and kv_idx <= floor(q_idx / Group) + kv_len - q_len
+{mask}
   Compute exp(S - Shift) and get new S
   Compute GEMM dO_shared, V_shared.T and get dP
   Compute S * (dP - Delta) and get new S
@@ -250,13 +246,6 @@ end
 Compute dQ_register * Scale and get new dQ_register
 Copy dQ (BM, HeadDim) in coordinate {of_tile} from register to global
 """
-
-_OF_TILE = "[B = batch_idx, L = page_idx, H = kv_head, G = block_idx in 0:q_len * Group]"
-
-_GATHERED = (
-    "[B = batch_idx, L = Queries[batch_idx, kv_head, first + page_idx],"
-    " H = kv_head, G = i in 0:rows]"
-)
 
 _KEYS = 64
 """Keys of a tile at the most."""
@@ -302,10 +291,8 @@ class _Selected(OwnProgram):
             "keys": self.keys,
             "dtype": spec.dtype,
             "scale": scale,
-            "gathered": _GATHERED,
-            "of_tile": _OF_TILE,
         }
-        return template.format(**given, **sizes)
+        return _with(template, _COMMON).format(**given, **sizes)
 
 
 @dataclass(frozen=True)
@@ -364,10 +351,9 @@ class SelectedQueries(SelectedForward):
 
 @dataclass(frozen=True)
 class SelectedBackward(_Selected):
-    """The gradients of a spec with selected blocks."""
+    """The gradients of a spec with selected blocks, dQ added up in any order."""
 
-    with_queries: bool = True
-    """Also dQ, added up in any order."""
+    parts: ClassVar[Mapping[str, str]] = _SUM_OF_DQ
 
     @property
     def code(self) -> str:
@@ -376,11 +362,7 @@ class SelectedBackward(_Selected):
         warps = self.keys // 16
         if self.gpu.wgmma and warps == 4 and self._widths > 256:
             warps = 8  # two warpgroups share the columns: else registers spill
-        parts = _SUM_OF_DQ if self.with_queries else dict.fromkeys(_SUM_OF_DQ, "")
-        template = _BACKWARD
-        for name, part in parts.items():
-            template = template.replace(f"{{{name}}}", part)
-        return self._filled(template, rows=rows, warps=warps, stages=stages)
+        return self._filled(_with(_BACKWARD, self.parts), rows=rows, warps=warps, stages=stages)
 
     def _stages(self, keys: int) -> int:
         return min(2, self._fit(keys * (self._widths + keys), keys * self._widths))
@@ -388,3 +370,19 @@ class SelectedBackward(_Selected):
     def in_words(self) -> str:
         """What it computes, for a line of progress."""
         return f"the backward pass of {self.spec.in_words}; {self.gpu.title}"
+
+
+@dataclass(frozen=True)
+class SelectedKeys(SelectedBackward):
+    """dK and dV alone."""
+
+    parts = dict.fromkeys(_SUM_OF_DQ, "")
+
+
+def _with(template: str, parts: Mapping[str, str]) -> str:
+    """A template with its parts. What is lines, or nothing, takes the place of a whole line."""
+    for name, part in parts.items():
+        place = f"{{{name}}}"
+        lines = part.endswith("\n") or not part
+        template = template.replace(place + "\n" if lines else place, part)
+    return template

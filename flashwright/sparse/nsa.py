@@ -19,7 +19,12 @@ import torch
 from flashwright.author.builtin.variants import make_spec
 from flashwright.flex import attention as flex
 from flashwright.flex.task import DTYPES, ROWS, NoKernel, Task, compare_rows
-from flashwright.generate.selected import SelectedBackward, SelectedForward, SelectedQueries
+from flashwright.generate.selected import (
+    SelectedBackward,
+    SelectedForward,
+    SelectedKeys,
+    SelectedQueries,
+)
 from flashwright.generate.store import tell
 from flashwright.pytorch.rules import is_deterministic
 from flashwright.serving import arguments
@@ -246,7 +251,8 @@ class _Call:
         if _on_cpu(q) or not q.numel() or not k.numel():
             out, lse = reference.compressed(q, k, v, *how, given.place)
             return out.to(q.dtype), lse
-        wanted = self._wanted(given, "nsa-compressed", block=self.block, stride=self.block)
+        task = self._task(given, "nsa-compressed", block=self.block, stride=self.block)
+        wanted = Wanted(task, None)
         turned = [x.transpose(1, 2) for x in (q, k, v)]
         out, lse = wanted.entry().operator(*turned, tokens=given.k.shape[1], return_lse=True)
 
@@ -254,7 +260,7 @@ class _Call:
             exact = (q[:1, rows].double(), k[:1].double(), v[:1].double())
             return reference.compressed(*exact, *how, given.place[rows])[0]
 
-        check = partial(_check, wanted.task.spec, right)
+        check = partial(_check, task.spec, right)
         wanted.entry().look(wanted, {"o": out}, check)
         return out.transpose(1, 2), lse
 
@@ -265,8 +271,8 @@ class _Call:
             return out.to(q.dtype)
         if self.block % 16:
             raise NoKernel(f"block_size is {self.block}: kernels take multiples of 16")
-        wanted = self._wanted(given, "nsa-selected", selected_block=self.block)
-        one = _Selected(wanted.task, given, blocks, how)
+        task = self._task(given, "nsa-selected", selected_block=self.block)
+        one = _Selected(task, given, blocks, how)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             return _WithGradients.apply(one, q, k, v)
         return one.forward()[0]
@@ -286,13 +292,12 @@ class _Call:
         window = (self.window - 1, 0)
         return attend(softmax_scale=self.scale, causal=True, window_size=window)[None]
 
-    def _wanted(self, given: _Given, variant: str, **settings: int) -> Wanted:
-        """The kernel of a branch."""
+    def _task(self, given: _Given, variant: str, **settings: int) -> Task:
+        """The task of a branch. Raises NoKernel."""
         q, k, v = given.q, given.k, given.v
         widths = (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         scale = scale_of(self.scale, q.shape[3])
-        task = _task(variant, q.dtype, q.device, widths, scale, tuple(settings.items()))
-        return Wanted(task, None)
+        return _task(variant, q.dtype, q.device, widths, scale, tuple(settings.items()))
 
 
 @dataclass(frozen=True)
@@ -321,7 +326,7 @@ class _Selected:
 
     def forward(self) -> tuple[Any, Any]:
         """O, (batch, tokens, heads, dim), and LSE, (batch, heads, tokens)."""
-        wanted = _Forward(self.task, None)
+        wanted = _Own(self.task, None)
         check = partial(_check, self.task.spec, self._rows)
         found = wanted.run(self._tensors() | self._merged(wanted.order), {}, check)
         return found["o"].transpose(1, 2), found["lse"]
@@ -338,12 +343,12 @@ class _Selected:
         more = {"do": grad.transpose(1, 2), "lse": lse, "delta": delta.contiguous()}
         given, exactly = self._tensors() | more, is_deterministic(None)
         check = partial(self._check_gradients, grad)
-        wanted = _Gradients(self.task, None, deterministic=exactly)
+        wanted = _Own(self.task, None, program=SelectedKeys if exactly else SelectedBackward)
         keys, most = wanted.order.keys, None if exactly else _MOST_QUERIES
         items = lists.by_tile(self._tiles(keys), self.given.every_tile(keys), most)
         found = wanted.run(given | items, {}, check)
         if exactly:
-            apart = _QueryGradients(self.task, None)
+            apart = _Own(self.task, None, program=SelectedQueries)
             found |= apart.run(given | self._merged(apart.order), {}, check)
         return [found[f"d{name}"].transpose(1, 2) for name in "qkv"]
 
@@ -366,31 +371,16 @@ class _Selected:
             check_gradient(self.task.spec, f"d{name}", ours, right)
 
 
-class _Forward(Wanted):
-    """A kernel with selected blocks."""
+@dataclass(frozen=True)
+class _Own(Wanted):
+    """A kernel whose program is written here."""
+
+    program: type[SelectedForward] | type[SelectedBackward] = SelectedForward
 
     @cached_property
     def order(self) -> Any:
         """What the store finds or makes."""
-        return SelectedForward(self.task.card, self.task.spec)
-
-
-class _Gradients(Wanted):
-    """The gradients of a kernel with selected blocks."""
-
-    @cached_property
-    def order(self) -> Any:
-        """What the store finds or makes."""
-        return SelectedBackward(self.task.card, self.task.spec, not self.deterministic)
-
-
-class _QueryGradients(Wanted):
-    """dQ alone, in a fixed order."""
-
-    @cached_property
-    def order(self) -> Any:
-        """What the store finds or makes."""
-        return SelectedQueries(self.task.card, self.task.spec)
+        return self.program(self.task.card, self.task.spec)
 
 
 class _WithGradients(torch.autograd.Function):  # type: ignore[misc]

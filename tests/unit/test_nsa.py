@@ -14,7 +14,12 @@ from flashwright import gpu as gpus
 from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check
 from flashwright.generate.own_program import OwnProgram
-from flashwright.generate.selected import SelectedBackward, SelectedForward, SelectedQueries
+from flashwright.generate.selected import (
+    SelectedBackward,
+    SelectedForward,
+    SelectedKeys,
+    SelectedQueries,
+)
 from flashwright.lang.parse import parse
 from flashwright.program.kernels import Kernels
 from flashwright.semantics.interpret import interpret_all
@@ -376,7 +381,7 @@ def test_the_kernels_that_are_made_compute_it(gpu: str, tmp_path: Path) -> None:
     given["LSE"][0, 3] = -np.inf  # as in a query that names no block
     items = listed(lists.by_tile(tiles, torch.arange(3) * 64, 16))
     sizes |= {"items": items["Begin"].shape[2], "entries": items["Queries"].shape[2]}
-    orders = (SelectedBackward(card, spec), SelectedBackward(card, spec, False))
+    orders = (SelectedBackward(card, spec), SelectedKeys(card, spec))
     for number, order in enumerate((*orders, SelectedQueries(card, spec))):
         tensors = read if isinstance(order, SelectedQueries) else items
         used = {n: x for n, x in sizes.items() if f" {n}" in order.code.split("\ndim")[1]}
