@@ -365,9 +365,15 @@ def _captured(
 ) -> Captured:
     """The functions with the lists and the bias of a call."""
     captured = capture(*functions, dims, device)
-    mods = captured.mods
-    if lists is not None:
-        mods = replace(mods, lists=lists.used_with(mods))
+    if lists is None or lists.used is None:
+        walked = None
+    elif captured.mods.mask == lists.captured.mods.mask:
+        # Which blocks are visited, and which are full, is not asked again for each element.
+        captured = capture(functions[0], lists.function, dims, device)
+        walked = replace(lists.used, full=lists.used.full and captured.mods.mask is not None)
+    else:  # more is hidden than the BlockMask hides, in full blocks as well
+        walked = replace(lists.used, full=False)
+    mods = replace(captured.mods, lists=walked)
     return replace(captured, mods=mods if bias is None else bias.added(mods))
 
 

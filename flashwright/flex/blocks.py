@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from flashwright.author.builtin.mods import BlockLists, Mods, placed
+from flashwright.author.builtin.mods import BlockLists, placed
 from flashwright.flex.capture import Captured, capture
 from flashwright.flex.lists import LISTS, Extent, block_table, disagreement
 from flashwright.lang.nodes import Let
@@ -48,6 +48,8 @@ class Blocked:
     """The queries and the keys of a block."""
     dims: Mapping[str, int]
     """The sizes of the call that it was first given to."""
+    function: Function
+    """The BlockMask's own, which holds in the blocks that are masked."""
 
     @cached_property
     def used(self) -> BlockLists | None:
@@ -67,12 +69,6 @@ class Blocked:
     def captured(self) -> Captured:
         """The mask as TL."""
         return capture(None, self.mask, self.dims, self.counts.device)
-
-    def used_with(self, mods: Mods) -> BlockLists | None:
-        """The lists for a kernel with these mods: if they hide more than the BlockMask does, full
-        blocks are masked as well."""
-        same = mods.mask == self.captured.mods.mask
-        return self.used if self.used is None or same else replace(self.used, full=False)
 
     @property
     def whole_tiles(self) -> bool:
@@ -149,13 +145,13 @@ def _blocked(block_mask: Any, dims: Mapping[str, int]) -> Blocked:
     table = block_table(**lists)
     order = torch.sort(table, dim=-1, stable=True, descending=True).indices
     counts, full = ((table >= kind).sum(dim=-1, dtype=torch.int32) for kind in (1, 2))
-    mask: Function = block_mask.mask_mod
+    mask = function = block_mask.mask_mod
     several = (table.shape[0] > 1, table.shape[1] > 1)
     extent = Extent(dims["q_len"], dims["kv_len"], (rows, columns), several)
     if disagreement(lists, mask, extent):
         mask = _with_table(mask, table, rows, columns)
     lists_of = (counts.contiguous(), full.contiguous(), order.int().contiguous())
-    return Blocked(mask, *lists_of, (rows, columns), dims)
+    return Blocked(mask, *lists_of, (rows, columns), dims, function)
 
 
 def _with_table(mask_mod: Function, table: Any, rows: int, columns: int) -> Function:

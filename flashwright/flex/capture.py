@@ -30,7 +30,7 @@ from flashwright.flex import aten, compare
 from flashwright.flex.aten import Refused, Typed
 from flashwright.flex.closure import Look, is_constant, variables
 from flashwright.lang.diagnostic import Failed
-from flashwright.lang.nodes import Expr, Index, Name, Num
+from flashwright.lang.nodes import Expr, Index, Name, Num, expressions
 from flashwright.lang.parse import parse
 from flashwright.spec import MAX_INT
 
@@ -172,6 +172,9 @@ def capture(
     if mask_mod is not None:
         mask = _expression(mask_mod, reads, device, with_score=False)
         _compare(mask_mod, mask, reads, dims, device, with_score=False)
+        varies = any(isinstance(part, (Name, Index)) for part in expressions(mask))
+        if not varies and evaluate(mask, {}, {}):  # as FlexAttention's noop_mask
+            mask = None
     mods = Mods(score, mask, tuple(reads.operands.values()))
     return Captured(mods.hoisted(), dict(reads.sources))
 

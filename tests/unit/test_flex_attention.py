@@ -405,6 +405,31 @@ def test_full_blocks_are_masked_only_by_what_the_block_mask_does_not_say(
     assert ("FullEnd" in text) == ("FullEnd" in masked)
 
 
+@pytest.mark.parametrize("own", [None, every_third])
+def test_blocks_of_ones_own_choice_are_asked_of_the_lists_alone(own: Any, tmp_path: Path) -> None:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    given = qkv(batch=1, q_len=256, kv_len=256)
+    table = torch.tensor([[2, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0], [1, 2, 0, 2]])
+    some, full = ((table == kind).int() for kind in (1, 2))
+    lists = [
+        made[None, None]
+        for x in (some, full)
+        for made in (x.sum(1).int(), x.argsort(dim=1, descending=True, stable=True).int())
+    ]
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=64, mask_mod=own)
+
+    def meant(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        here = table[q // 64, kv // 64]
+        return (here == 2) | ((here == 1) & (own(b, h, q, kv) if own is not None else True))
+
+    found = blocked(mask, given["q"], given["k"])
+    assert_like_pytorch(run(given, None, found.mask, lists=found), given, None, meant)
+    text = only_program(tmp_path)
+    assert ("FullEnd" in text) == (own is not None)
+    assert "Table" not in text
+
+
 def only_program(folder: Path) -> str:
     """The program of the kernel that was made."""
     (program,) = (folder / "cache" / "packages").glob("*/code.tl")
