@@ -25,7 +25,7 @@ param Scale = {scale}
     "listed": """\
 dim tiles, slots
 
-grid kv_head = 0:kv_heads, block_idx = 0:q_len * Group / BM, batch_idx = 0:batch
+grid block_idx = 0:q_len * Group / BM, kv_head = 0:kv_heads, batch_idx = 0:batch
 
 Allocate Q in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as {dtype}
 Allocate K in global (batch, kv_heads, kv_len, HeadDim) as {dtype}
@@ -68,6 +68,7 @@ _FORWARD = """\
 {listed}
 Allocate O in global (B: batch, L: q_len, H: kv_heads, G: Group, D: VDim) as {dtype}
 Allocate LSE in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
+{gate}
 {tiles_of_keys}
 Allocate Smax in register (BM) as fp32
 Allocate Ssum in register (BM) as fp32
@@ -76,6 +77,7 @@ Allocate LSE in register (BM) as fp32
 Allocate Bit in register (BM) as fp32
 
 Copy Q (BM, HeadDim) in coordinate {of_tile} from global to shared
+{loaded}
 Compute -1e30 and get Smax
 Compute 0 and get Ssum
 Compute 0 and get O_register
@@ -91,10 +93,24 @@ Compute 0 and get O_register
 end
 
 Compute where(Ssum > 0, O_register / Ssum, 0) and get new O_register
+{gated}
 Copy O (BM, VDim) in coordinate {of_tile} from register to global
 Compute Smax + log(Ssum) and get LSE_register
 Copy LSE (BM) in coordinate {of_tile} from register to global
 """
+
+_GATE = {
+    "gate": """\
+Allocate Gate in global (B: batch, L: q_len, H: kv_heads, G: Group) as {dtype}
+""",
+    "loaded": """\
+Copy Gate (BM) in coordinate {of_tile} from global to register
+""",
+    "gated": """\
+Compute O_register * Gate and get new O_register
+""",
+}
+"""What the program has for a factor of each row of O."""
 
 _BACKWARD = """\
 // The gradients of selected blocks. A thread block has a block of keys and some of the queries that
@@ -247,6 +263,77 @@ Compute dQ_register * Scale and get new dQ_register
 Copy dQ (BM, HeadDim) in coordinate {of_tile} from register to global
 """
 
+_WEIGHTS = """\
+// How much each group of heads attends to the mean of each block of keys. The columns of a tile are
+// the heads of a group, for {queries} queries. A block that ends behind the query has 0, one that
+// begins there -1 for each head.
+{params}
+param Block = {block}
+param Columns = {columns}  // for the queries of a tile
+dim tokens
+
+grid block_idx = 0:q_len * Group / BM, kv_head = 0:kv_heads, batch_idx = 0:batch
+
+{queries_and_sums}
+Allocate K in global (batch, kv_heads, kv_len, HeadDim) as {dtype}
+Allocate K in shared (BN, HeadDim) as {dtype} with stages Stages
+Allocate S in register (BN, BM) as fp32
+Allocate Shift in register (BM) as fp32
+
+Copy Q (BM, HeadDim) in coordinate {here} from global to shared
+{copied}
+Copy LSE (BM) in coordinate {here} from global to register
+Compute where(LSE > -1e29, LSE, inf) and get Shift
+for i = 0:kv_len / BN
+  Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = i] from global to shared
+  Compute GEMM K_shared, Q_shared.T and get S
+  Compute S * Scale and get new S
+  // Queries of other tiles have sums of their own.
+  Compute Mask S where q_idx >= block_idx * BM and q_idx < (block_idx + 1) * BM
+    and kv_idx * Block + Block <= floor(q_idx / Group) + 1 + tokens - q_len
+  Compute exp(S - Shift) and get new S
+  Compute where(kv_idx * Block <= floor(q_idx / Group) + tokens - q_len, S, -1) and get new S
+{summed}
+end
+"""
+
+_OF_GROUPS = {
+    "here": _COMMON["of_tile"],
+    "queries_and_sums": """\
+Allocate Q in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as {dtype}
+Allocate LSE in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
+Allocate Sums in global
+  (B: batch, H: kv_heads, T: ceil(q_len * Group / BM), N: kv_len, C: Columns) as fp32
+Allocate Own in global (L: q_len, G: Group, C: Columns) as fp16
+Allocate Sums in register (BN, Columns) as fp32
+""",
+    "copied": """\
+Copy Own (BM, Columns) in coordinate [L = page_idx, G = block_idx in 0:q_len * Group]
+  from global to shared
+""",
+    "summed": """\
+  Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
+  Compute GEMM S, Own_shared and get Sums_register  // of the columns of a query
+  Copy Sums (BN, Columns) in coordinate [B = batch_idx, H = kv_head, T = block_idx, N = i]
+    from register to global
+""",
+}
+"""What the program has for groups of heads."""
+
+_OF_ONE_HEAD = {
+    "here": "[B = batch_idx, H = kv_head, L = block_idx]",
+    "queries_and_sums": """\
+Allocate Q in global (batch, kv_heads, q_len, HeadDim) as {dtype}
+Allocate LSE in global (batch, kv_heads, q_len) as fp32
+Allocate Sums in global (B: batch, H: kv_heads, N: kv_len, L: q_len) as fp32
+""",
+    "copied": "",
+    "summed": """\
+  Copy S (BN, BM) in coordinate [B = batch_idx, H = kv_head, N = i, L = block_idx]
+    from register to global and get Sums
+""",
+}
+
 _KEYS = 64
 """Keys of a tile at the most."""
 
@@ -255,6 +342,15 @@ _BESIDE = 4096
 
 _BITS = 24
 """Queries of a tile at the most: their bits are a number in fp32."""
+
+
+def _with(template: str, parts: Mapping[str, str]) -> str:
+    """A template with its parts. What is lines, or nothing, takes the place of a whole line."""
+    for name, part in parts.items():
+        place = f"{{{name}}}"
+        lines = part.endswith("\n") or not part
+        template = template.replace(place + "\n" if lines else place, part)
+    return template
 
 
 @dataclass(frozen=True)
@@ -299,7 +395,7 @@ class _Selected(OwnProgram):
 class SelectedForward(_Selected):
     """Attention over selected blocks."""
 
-    template = _FORWARD
+    template = _with(_FORWARD, dict.fromkeys(_GATE, ""))
     most_stages = 3
 
     @cached_property
@@ -331,6 +427,13 @@ class SelectedForward(_Selected):
     def in_words(self) -> str:
         """What it computes, for a line of progress."""
         return f"{self.spec.in_words}; {self.gpu.title}"
+
+
+@dataclass(frozen=True)
+class SelectedGated(SelectedForward):
+    """Attention over selected blocks, times a gate for each query and head."""
+
+    template = _with(_FORWARD, _GATE)
 
 
 @dataclass(frozen=True)
@@ -379,10 +482,42 @@ class SelectedKeys(SelectedBackward):
     parts = dict.fromkeys(_SUM_OF_DQ, "")
 
 
-def _with(template: str, parts: Mapping[str, str]) -> str:
-    """A template with its parts. What is lines, or nothing, takes the place of a whole line."""
-    for name, part in parts.items():
-        place = f"{{{name}}}"
-        lines = part.endswith("\n") or not part
-        template = template.replace(place + "\n" if lines else place, part)
-    return template
+@dataclass(frozen=True)
+class BlockWeights(_Selected):
+    """How much each group attends to the means of blocks, by which they are chosen."""
+
+    @cached_property
+    def queries(self) -> int:
+        """The queries of a tile."""
+        group = self.spec.group
+        rows = [n for n in range(group, group * _KEYS + 1, group) if n % 16 == 0]
+        fitting = (n for n in rows if n <= 128 and self._stages_beside(n))
+        return max(fitting, default=rows[0]) // group
+
+    @property
+    def columns(self) -> int:
+        """The columns of the sums: those of the queries, and as many as a product asks for."""
+        return -(-self.queries // 16) * 16
+
+    @cached_property
+    def keys(self) -> int:
+        """The blocks of a tile."""
+        return _KEYS
+
+    @property
+    def code(self) -> str:
+        """The program."""
+        parts = _OF_GROUPS if self.spec.group > 1 else _OF_ONE_HEAD
+        sizes = {"rows": self.queries * self.spec.group, "warps": self.keys // 16}
+        stages = min(3, max(1, self._stages_beside(sizes["rows"])))
+        more = {"queries": self.queries, "columns": self.columns, "stages": stages}
+        return self._filled(_with(_WEIGHTS, parts), **sizes, **more, block=self.spec.selected_block)
+
+    def _stages_beside(self, rows: int) -> int:
+        """How many stages fit beside so many columns, and their part in the sums."""
+        once = rows * (self.spec.head_dim + max(16, rows // self.spec.group))
+        return self._fit(once, self.keys * self.spec.head_dim)
+
+    def in_words(self) -> str:
+        """What it computes, for a line of progress."""
+        return f"the choice of blocks of {self.spec.in_words}; {self.gpu.title}"

@@ -131,7 +131,7 @@ def _prepared(
         queue = size
         kernel, size = with_queue(program, gpu, kernel, size, report)
         epilogue, size = epilogue_offset(program, gpu, kernel, size)
-        blocks = 1
+        blocks = _blocks_of_roles(program, gpu, kernel, size)
     report.blocks = blocks
     report.registers, report.dealt = _registers(program, gpu, kernel, blocks)
     printer = Printer(program, gpu, kernel, offsets, blocks, rings, epilogue, queue)
@@ -174,7 +174,7 @@ def _not_ahead(body: tuple[ir.Statement, ...], report: Report) -> None:
 def _registers(program: Program, gpu: Gpu, kernel: ir.Kernel, blocks: int) -> tuple[int, bool]:
     """The registers that a thread may use, and whether setmaxnreg gives them."""
     if roles := next((n for n in kernel.body if isinstance(n, ir.Roles)), None):
-        _, given = register_counts(program, kernel, roles)
+        _, given = register_counts(program, kernel, roles, blocks)
         return (given, True) if given else (MOST_REGISTERS, False)
     share = gpu.registers_per_sm // (32 * program.warps * blocks)
     return min(MOST_REGISTERS, share - share % REGISTER_UNIT), False
@@ -192,6 +192,17 @@ def _blocks(program: Program, gpu: Gpu, shared: int, most: int | None) -> int:
     each = shared + gpu.shared_reserved
     allowed = min(by_registers, gpu.shared_per_sm // each) if each else by_registers
     return max(1, allowed if most is None else min(allowed, most))
+
+
+def _blocks_of_roles(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> int:
+    """How many blocks an SM should hold at once where warps have roles. A persistent kernel has its
+    SM for itself. Of others there are two, which hide each other's latency, if both have room."""
+    roles = next(n for n in kernel.body if isinstance(n, ir.Roles))
+    if program.schedule.persistent or program.warps != 4 or kernel.helpers != ir.HELPERS:
+        return 1
+    _, given = register_counts(program, kernel, roles, 2)
+    both = 2 * (shared + gpu.shared_reserved) <= gpu.shared_per_sm
+    return 2 if both and _held(program) + SPARE_REGISTERS <= given else 1
 
 
 def _held(program: Program) -> int:

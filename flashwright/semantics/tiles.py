@@ -132,8 +132,8 @@ def axis_of(position: str, axes: tuple[Where | None, ...]) -> int:
 
 
 def of_heads(where: Any) -> bool:
-    """Whether a tile's columns are neither positions nor elements of rows."""
-    return where is not None and where.label not in ("L", "D")
+    """Whether a tile's columns are heads: neither positions alone nor elements of rows."""
+    return where is not None and (where.label not in ("L", "D") or where.group > 0)
 
 
 def together(tiles: Iterable[Tile]) -> tuple[Masked, ...]:

@@ -51,8 +51,7 @@ def merged(tiles: Any, queries: int) -> Lists:
 def _times_before(tiles: Any) -> Any:
     """How often a query has named a tile in the slots before, which rise."""
     slot = torch.arange(tiles.shape[3], device=tiles.device)
-    first = tiles != pad(tiles, (1, 0), value=-2)[..., :-1]
-    return slot - torch.where(first, slot, 0).cummax(dim=3).values
+    return slot - torch.searchsorted(tiles, tiles)
 
 
 def by_tile(tiles: Any, every: Any, most: int | None) -> Lists:

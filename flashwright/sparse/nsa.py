@@ -18,10 +18,20 @@ import torch
 
 from flashwright.author.builtin.variants import make_spec
 from flashwright.flex import attention as flex
-from flashwright.flex.task import DTYPES, ROWS, NoKernel, Task, compare_rows
+from flashwright.flex.task import (
+    DTYPES,
+    LIMIT,
+    ROWS,
+    NoKernel,
+    Task,
+    WrongKernel,
+    compare_rows,
+)
 from flashwright.generate.selected import (
+    BlockWeights,
     SelectedBackward,
     SelectedForward,
+    SelectedGated,
     SelectedKeys,
     SelectedQueries,
 )
@@ -32,7 +42,7 @@ from flashwright.serving.kernels import Wanted
 from flashwright.serving.reference import check_gradient
 from flashwright.serving.varlen import flash_attn_varlen_func
 from flashwright.sparse import lists, reference
-from flashwright.sparse.selection import chosen, in_blocks, means, positions
+from flashwright.sparse.selection import Choice, in_blocks, means, positions, weights
 from flashwright.spec import AttentionSpec, BadSpec, scale_of
 
 _MOST_QUERIES = 512
@@ -218,16 +228,17 @@ class _Call:
             pools = self._pools(given)
             coarse, lse = self._compressed(given, *pools)
         if blocks is None:
-            where = (given.k.shape[1], self.counts, self.block, self.scale)
+            choice = Choice(given.q, pools[0], lse, given.k.shape[1], self.block, self.scale)
+            by_pytorch = _on_cpu(given.q) or not (given.q.numel() and pools[0].numel())
             with torch.no_grad():
-                blocks = chosen(given.q, pools[0], lse, *where)
+                weigh = weights if by_pytorch else partial(_weigh, self._selected_task(given))
+                blocks = choice.blocks(self.counts, weigh)
         return coarse, blocks
 
     def _sum(self, given: _Given, coarse: Any, blocks: Any) -> tuple[Any, Any]:
         """O, the sum of the branches, and the blocks."""
         compress, select, window = given.gates
-        out = self._selected(given, blocks.int())
-        out = out if select is None else out * select[..., None].to(out.dtype)
+        out = self._selected(given, blocks.int(), select)
         if compress is not None:
             out = torch.addcmul(out, coarse, compress[..., None].to(out.dtype))
         if window is not None and self.window:
@@ -264,18 +275,26 @@ class _Call:
         wanted.entry().look(wanted, {"o": out}, check)
         return out.transpose(1, 2), lse
 
-    def _selected(self, given: _Given, blocks: Any) -> Any:
+    def _selected(self, given: _Given, blocks: Any, gate: Any) -> Any:
+        """The selected branch, times its gate if there is one."""
         q, k, v, how = given.q, given.k, given.v, (self.block, self.scale)
+        trains = torch.is_grad_enabled() and any(
+            x.requires_grad for x in (q, k, v, gate) if x is not None
+        )
         if _on_cpu(q) or not q.numel():
-            out = reference.selected(q, k, v, blocks, *how, given.place, given.first)
-            return out.to(q.dtype)
+            out = reference.selected(q, k, v, blocks, *how, given.place, given.first).to(q.dtype)
+        else:
+            one = _Selected(self._selected_task(given), given, blocks, how)
+            if not trains:
+                return one.forward(gate)[0]
+            out = _WithGradients.apply(one, q, k, v)
+        return out if gate is None else out * gate[..., None].to(out.dtype)
+
+    def _selected_task(self, given: _Given) -> Task:
+        """The task of what has to do with selected blocks. Raises NoKernel."""
         if self.block % 16:
             raise NoKernel(f"block_size is {self.block}: kernels take multiples of 16")
-        task = self._task(given, "nsa-selected", selected_block=self.block)
-        one = _Selected(task, given, blocks, how)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            return _WithGradients.apply(one, q, k, v)
-        return one.forward()[0]
+        return self._task(given, "nsa-selected", selected_block=self.block)
 
     def _latest(self, given: _Given) -> Any:
         if given.starts is None:
@@ -324,18 +343,22 @@ class _Selected:
         """What neighbouring queries read."""
         return lists.merged(self._tiles(order.keys), order.queries)
 
-    def forward(self) -> tuple[Any, Any]:
-        """O, (batch, tokens, heads, dim), and LSE, (batch, heads, tokens)."""
-        wanted = _Own(self.task, None)
-        check = partial(_check, self.task.spec, self._rows)
-        found = wanted.run(self._tensors() | self._merged(wanted.order), {}, check)
+    def forward(self, gate: Any = None) -> tuple[Any, Any]:
+        """O, (batch, tokens, heads, dim), times its gate, and LSE, (batch, heads, tokens)."""
+        wanted = _Own(self.task, None, program=SelectedForward if gate is None else SelectedGated)
+        check = partial(_check, self.task.spec, partial(self._rows, gate))
+        given = self._tensors() | self._merged(wanted.order)
+        if gate is not None:
+            given["gate"] = gate.transpose(1, 2).to(self.given.q.dtype)
+        found = wanted.run(given, {}, check)
         return found["o"].transpose(1, 2), found["lse"]
 
-    def _rows(self, rows: Any) -> Any:
+    def _rows(self, gate: Any, rows: Any) -> Any:
         """Some rows of the first output, in fp64."""
         q, k, v = self.given.q[:1, rows].double(), self.given.k[:1], self.given.v[:1]
         blocks, where = self.blocks[:1, rows], (self.given.place[rows], self.given.first[rows])
-        return reference.selected(q, k.double(), v.double(), blocks, *self.how, *where)
+        out = reference.selected(q, k.double(), v.double(), blocks, *self.how, *where)
+        return out if gate is None else out * gate[:1, rows, :, None].double()
 
     def backward(self, out: Any, lse: Any, grad: Any) -> list[Any]:
         """The gradients of q, k and v. By PyTorch's setting they are deterministic."""
@@ -375,12 +398,54 @@ class _Selected:
 class _Own(Wanted):
     """A kernel whose program is written here."""
 
-    program: type[SelectedForward] | type[SelectedBackward] = SelectedForward
+    program: type[SelectedForward] | type[SelectedBackward] | type[BlockWeights] = SelectedForward
 
     @cached_property
     def order(self) -> Any:
         """What the store finds or makes."""
         return self.program(self.task.card, self.task.spec)
+
+
+def _weigh(task: Task, choice: Choice, rows: slice) -> Any:
+    """How much groups attend to blocks, by a kernel (selection.Weigh)."""
+    wanted = _Own(task, None, program=BlockWeights)
+    program, means = wanted.order, choice.means.transpose(1, 2)
+    padded = torch.nn.functional.pad(means, (0, 0, 0, choice.count - means.shape[2]))
+    count, group = rows.stop - rows.start, task.spec.group
+    own = torch.arange(count, device=choice.q.device) % program.queries
+    of_query = torch.nn.functional.one_hot(own, program.columns).half()
+    tensors = {
+        "q": choice.q[:, rows].transpose(1, 2),
+        "k": padded,
+        "lse": choice.lse[:, :, rows],
+        "own": of_query[:, None].expand(count, group, program.columns),
+    }
+    behind = choice.q.shape[1] - rows.stop
+
+    def sums(found: Mapping[str, Any]) -> Any:
+        """(batch, kv heads, queries, blocks)"""
+        if group == 1:
+            return found["sums"].mT.contiguous()
+        tiled = found["sums"][..., : program.queries].mT  # (.., tiles, queries of a tile, blocks)
+        return tiled.flatten(2, 3)[:, :, :count].contiguous()
+
+    check = partial(_check_weights, choice, rows, sums)
+    return sums(wanted.run(tensors, {"tokens": choice.keys - behind}, check))
+
+
+def _check_weights(
+    choice: Choice, rows: slice, sums: Callable[[Any], Any], results: Mapping[str, Any]
+) -> None:
+    """Raise WrongKernel if the first weights are not PyTorch's, in some rows."""
+    ours = sums(results)
+    for row in torch.linspace(0, ours.shape[2] - 1, min(ROWS, ours.shape[2])).long().tolist():
+        right = weights(choice, slice(rows.start + row, rows.start + row + 1))[:, :, 0]
+        off = (ours[:, :, row] - right).abs().amax(-1) / right.abs().amax(-1)
+        if not float(off.max()) < LIMIT[DTYPES[str(choice.q.dtype).removeprefix("torch.")]]:
+            raise WrongKernel(
+                f"a new kernel is wrong: the weights of blocks of query {rows.start + row} are "
+                f"{float(off.max()):.2g} of the largest from PyTorch's. Please report the shapes"
+            )
 
 
 class _WithGradients(torch.autograd.Function):  # type: ignore[misc]

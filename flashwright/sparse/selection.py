@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-_ROOM = 1 << 26
-"""Scores that are held at once."""
+_ROOM = 1 << 27
+"""Weights that are held at once: of each head by PyTorch, of each group by a kernel."""
 
 
 def in_blocks(x: Any, block: int) -> Any:
@@ -32,46 +35,78 @@ def positions(queries: int, keys: int, device: Any) -> Any:
     return torch.arange(queries, device=device) + keys - queries
 
 
-def chosen(q: Any, means: Any, lse: Any, keys: int, counts: Any, block: int, scale: float) -> Any:
-    """The blocks that each query reads, int32 (batch, tokens, kv heads, most of `counts`), -1 where
-    there is none: its own, the first and the one before its own, then those to whose means the
-    heads of its group attend most together, all before its own.
+@dataclass(frozen=True)
+class Choice:
+    """What is looked at to choose blocks: queries (batch, queries, heads, dim), the last of `keys`
+    positions; the means of whole blocks; and (batch, heads, queries) the log-sum-exp of each head
+    over the means of those that lie before the query, or end at it."""
 
-    `means` are those of whole blocks, `lse` (batch, heads, tokens) is the log-sum-exp of each head
-    over those that lie before the query, or end at it.
-    """
-    batch, queries, heads, _ = q.shape
-    kv_heads, blocks = means.shape[2], -(-keys // block)
-    most = counts if isinstance(counts, int) else int(counts.max())
-    found = q.new_full((batch, queries, kv_heads, most), -1, dtype=torch.int32)
-    step = max(1, _ROOM // max(1, batch * heads * blocks))
-    own = positions(queries, keys, q.device) // block
-    for first in range(0, queries, step):
-        rows = slice(first, first + step)
-        part = _importance(q[:, rows], means, lse[:, :, rows], own[rows], blocks, scale)
-        best, taken = part.topk(min(most, blocks), dim=-1)
-        found[:, rows, :, : taken.shape[-1]] = torch.where(best < 0, -1, taken).int()
-    if isinstance(counts, torch.Tensor):
-        beyond = torch.arange(most, device=q.device) >= counts[..., None]
-        found.masked_fill_(beyond, -1)
-    return found
+    q: Any
+    means: Any
+    lse: Any
+    keys: int
+    block: int
+    scale: float
+
+    @cached_property
+    def place(self) -> Any:
+        """Where the queries stand."""
+        return positions(self.q.shape[1], self.keys, self.q.device)
+
+    @property
+    def own(self) -> Any:
+        """The block in which each query stands."""
+        return self.place // self.block
+
+    @property
+    def count(self) -> int:
+        """How many blocks there are, with the last one that may not be whole."""
+        return -(-self.keys // self.block)
+
+    def blocks(self, counts: Any, weigh: Weigh) -> Any:
+        """The blocks that each query reads, int32 (batch, queries, kv heads, most of `counts`), -1
+        where there is none: its own, the first and the one before its own, then those to whose
+        means the heads of its group attend most together, all before its own."""
+        batch, queries, heads, _ = self.q.shape
+        kv_heads, differ = self.means.shape[2], isinstance(counts, torch.Tensor)
+        most = int(counts.max()) if differ else counts
+        found = self.q.new_full((batch, queries, kv_heads, most), -1, dtype=torch.int32)
+        held = batch * (heads if self.q.is_cpu else kv_heads) * self.count
+        step = max(1, _ROOM // max(1, held))
+        for first in range(0, queries, step):
+            rows = slice(first, min(first + step, queries))
+            weights = self._with_fixed(weigh(self, rows), rows)
+            best, taken = weights.topk(min(most, self.count), dim=-1)
+            taken = torch.where(best < 0, -1, taken).int()
+            found[:, rows, :, : taken.shape[-1]] = taken.transpose(1, 2)
+        if differ:
+            beyond = torch.arange(most, device=self.q.device) >= counts[..., None]
+            found.masked_fill_(beyond, -1)
+        return found
+
+    def _with_fixed(self, weights: Any, rows: slice) -> Any:
+        """The weights, with more than any sum for the blocks that are always read."""
+        own, group = self.own[rows], self.q.shape[2] // self.means.shape[2]
+        for place, more in ((own - 1, 2.0), (own * 0, 3.0), (own, 4.0)):
+            index = place.clamp(min=0)[:, None].expand(*weights.shape[:3], 1)
+            weights.scatter_(-1, index, more * group)
+        return weights
 
 
-def _importance(q: Any, means: Any, lse: Any, own: Any, blocks: int, scale: float) -> Any:
-    """How much each group attends to the mean of each block, (batch, tokens, kv heads, blocks); -1
-    for blocks behind the query's, and more than any sum for those that are always read."""
-    kv_heads = means.shape[2]
-    grouped = q.unflatten(2, (kv_heads, -1)).movedim(1, 3)  # (batch, kv heads, group, tokens, dim)
-    group, keys = grouped.shape[2], means.transpose(1, 2)[:, :, None]
-    if q.is_cpu:
-        grouped, keys = exact(grouped), exact(keys)
-    scores = grouped @ keys.mT
-    logs = lse.unflatten(1, (kv_heads, group))[..., None]
-    weights = torch.exp(exact(scores) * scale - torch.where(logs == -torch.inf, 0.0, logs))
-    sums = torch.nn.functional.pad(weights.sum(2), (0, blocks - means.shape[1]))
-    number = torch.arange(blocks, device=q.device)
-    before = own[:, None] - number
-    sums = torch.where(before < 0, -1.0, torch.where(before == 0, 4.0 * group, sums))
-    always = torch.where(number == 0, 3.0 * group, 2.0 * group)
-    kept = (before > 0) & ((number == 0) | (before == 1))
-    return torch.where(kept, always, sums).transpose(1, 2)
+Weigh = Callable[[Choice, slice], Any]
+"""How much the groups of some queries attend to each block: (batch, kv heads, queries, blocks). A
+block that ends behind the query has 0; one that begins there has -1 for each head."""
+
+
+def weights(choice: Choice, rows: slice) -> Any:
+    """A Weigh by PyTorch, which takes one step for each head and block."""
+    q, means, lse = choice.q[:, rows], choice.means, choice.lse[:, :, rows]
+    kv_heads, missing = means.shape[2], choice.count - means.shape[1]
+    grouped = q.unflatten(2, (kv_heads, -1)).movedim(1, 3)  # (batch, kv heads, group, rows, dim)
+    scores = exact(grouped) @ exact(means.transpose(1, 2)[:, :, None]).mT * choice.scale
+    logs = lse.unflatten(1, (kv_heads, -1))[..., None]
+    sums = torch.exp(scores - torch.where(logs == -torch.inf, 0.0, logs)).sum(2)
+    sums = torch.nn.functional.pad(sums, (0, missing))
+    number, place = torch.arange(choice.count, device=q.device), choice.place[rows, None] + 1
+    sums = sums.masked_fill(number >= place // choice.block, 0.0)
+    return sums.masked_fill(number * choice.block >= place, -float(grouped.shape[2]))

@@ -15,8 +15,10 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check
 from flashwright.generate.own_program import OwnProgram
 from flashwright.generate.selected import (
+    BlockWeights,
     SelectedBackward,
     SelectedForward,
+    SelectedGated,
     SelectedKeys,
     SelectedQueries,
 )
@@ -204,8 +206,9 @@ def test_kernels_compute_it(on_gpu: list[tuple[str, ...]], monkeypatch: pytest.M
     q, k, v, *gates = half(150, 4, 2)
     v = torch.cat((v, v), dim=3)[..., :64]
     out, blocks = flashwright.nsa(q, k, v, *gates, **HOW, return_block_indices=True)
-    assert on_gpu == [("O", "LSE"), ("O", "LSE")]
+    assert on_gpu == [("O", "LSE"), ("Sums",), ("O", "LSE")]
     monkeypatch.setattr(nsa, "_on_cpu", lambda tensor: True)
+    assert torch.equal(flashwright.nsa(q, k, v, *gates, **HOW, return_block_indices=True)[1], blocks)
     wanted = flashwright.nsa(q, k, v, *gates, blocks, **HOW)
     torch.testing.assert_close(out.float(), wanted.float(), atol=0.02, rtol=0.02)
 
@@ -291,7 +294,7 @@ def test_deterministic_gradients(
         found = torch.autograd.grad(out, leaves, grad)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert on_gpu[2:] == [("dK", "dV"), ("dQ",)]
+    assert on_gpu[3:] == [("dK", "dV"), ("dQ",)]
     monkeypatch.setattr(nsa, "_on_cpu", lambda tensor: True)
     wanted = flashwright.nsa(*leaves, None, *gates[1:], blocks, **HOW)
     for ours, right in zip(found, torch.autograd.grad(wanted, leaves, grad), strict=True):
@@ -375,6 +378,17 @@ def test_the_kernels_that_are_made_compute_it(gpu: str, tmp_path: Path) -> None:
     read = listed(lists.merged(tiles, forward.queries))
     grad, sizes = given.pop("dO"), {"tiles": read["Tile"].shape[2], "slots": read["Tile"].shape[3]}
     emulated(forward, given | read, dims | sizes, tmp_path / "forward")
+
+    gate = {"Gate": rng.random(rows).astype(ml_dtypes.bfloat16)}
+    gated = SelectedGated(card, spec)
+    emulated(gated, given | gate | read, dims | sizes, tmp_path / "gated")
+
+    choice = BlockWeights(card, spec)
+    means = {"Q": given["Q"], "K": given["K"][:, :, ::50]}
+    own = np.eye(choice.columns)[np.arange(tokens) % choice.queries][:, None]
+    means["Own"] = np.repeat(own, 4, axis=1).astype(np.float16)
+    means["LSE"] = rng.standard_normal(rows).astype(np.float32) + 4
+    emulated(choice, means, dims | {"kv_len": 3, "tokens": keys}, tmp_path / "weights")
 
     given |= {"dO": grad, "LSE": rng.standard_normal(rows).astype(np.float32) + 4}
     given["Delta"] = rng.standard_normal(rows).astype(np.float32)

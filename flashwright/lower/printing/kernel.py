@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from flashwright.gpu import Gpu
@@ -39,6 +39,7 @@ REGISTERS_PAGED = {1: (0, 0), 2: (72, 216), 3: (32, 160)}  # where its rows lie 
 REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where are helpers or a queue,
 REGISTERS_STAGING = {1: (0, 0), 2: (56, 224), 3: (56, 152)}  # and helper warps with more to do
 REGISTERS_TWO_HELPING = (128, 240)  # where one warpgroup consumes, and helpers fill two
+REGISTERS_OF_TWO_BLOCKS = 256  # of a producer and a consumer thread, two blocks on an SM
 LOOSEST = (("?", ":"), ("||",), ("&&",), ("|",), ("&",), ("+", "-"))
 BREAKS = re.compile(  # an angle bracket stands right behind a name, a comparison between spaces
     r"(?P<open>[({\[]|(?<=\w)<)|(?P<close>[)}\]]|(?<=\S)>)|(?P<comma>,)|(?P<end>;(?= ))"
@@ -243,7 +244,7 @@ class Printer:
     def _roles(self, page: Page, node: ir.Roles) -> None:
         """The producer warpgroup returns when it is done; the rest of the kernel is the
         consumers'."""
-        producer, consumer = register_counts(self.program, self.kernel, node)
+        producer, consumer = register_counts(self.program, self.kernel, node, self.blocks)
         if page.text[-1]:
             page.write([""])
         for key in sorted(self.context.tma_optional):
@@ -452,21 +453,31 @@ def helper_warps(program: Program, roles: ir.Roles) -> int:
     return ir.HELPERS + 4 if converts and program.warps == 4 else ir.HELPERS
 
 
-def register_counts(program: Program, kernel: ir.Kernel, roles: ir.Roles) -> tuple[int, int]:
-    """What setmaxnreg leaves a producer thread and gives a consumer one; 0 where it is not used."""
-    groups = program.warps // 4
+def register_counts(
+    program: Program, kernel: ir.Kernel, roles: ir.Roles, blocks: int = 1
+) -> tuple[int, int]:
+    """What setmaxnreg leaves a producer thread and gives a consumer one; 0 where it is not used.
+    Two blocks on an SM have one consumer warpgroup each, and leave producers what two would."""
     if kernel.helpers != ir.HELPERS:
         return REGISTERS_TWO_HELPING
+    groups = program.warps // 4 if blocks == 1 else 2
+    found = _by_work(program, kernel, roles)[groups]
+    return found if blocks == 1 else (found[0], REGISTERS_OF_TWO_BLOCKS - found[0])
+
+
+def _by_work(
+    program: Program, kernel: ir.Kernel, roles: ir.Roles
+) -> Mapping[int, tuple[int, int]]:
+    """The registers by consumer warpgroups, for what producers and helpers do."""
     if any(isinstance(n, ir.Load) and n.window.page_rows for n in ir.flat(roles.producer)):
-        return REGISTERS_PAGED[groups]
+        return REGISTERS_PAGED
     if any(_by_element(n) for n in ir.flat(roles.helpers)):
-        return REGISTERS_STAGING[groups]
+        return REGISTERS_STAGING
     if _reads_table(roles) or (roles.helpers and _wide(program, roles.helpers)):
-        return REGISTERS_STAGING[groups]
+        return REGISTERS_STAGING
     if roles.helpers or kernel.sequences is not None:
-        return REGISTERS_HELPED[groups]
-    wide = _wide(program, roles.producer)
-    return (REGISTERS_WIDE if wide else REGISTERS)[groups]
+        return REGISTERS_HELPED
+    return REGISTERS_WIDE if _wide(program, roles.producer) else REGISTERS
 
 
 def _reads_table(roles: ir.Roles) -> bool:
