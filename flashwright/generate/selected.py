@@ -65,6 +65,7 @@ _FORWARD = """\
 // Attention over selected blocks. The rows of a tile are the heads of a group, for {queries}
 // queries. The tile reads each block that one of them names, and masks it for the others.
 {params}
+{two}
 {listed}
 Allocate O in global (B: batch, L: q_len, H: kv_heads, G: Group, D: VDim) as {dtype}
 Allocate LSE in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
@@ -230,6 +231,7 @@ _QUERIES = """\
 // dQ of selected blocks, in a fixed order. The rows of a tile are the heads of a group, for
 // {queries} queries, and the tile reads each block that one of them names, as in the forward.
 {params}
+{two}
 {listed}
 Allocate LSE in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
 Allocate Delta in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
@@ -303,7 +305,7 @@ _OF_GROUPS = {
 Allocate Q in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as {dtype}
 Allocate LSE in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32
 Allocate Sums in global
-  (B: batch, H: kv_heads, T: ceil(q_len * Group / BM), N: kv_len, C: Columns) as fp32
+  (B: batch, H: kv_heads, T: ceil(q_len * Group / BM), N: kv_len, C: Columns) as fp16
 Allocate Own in global (L: q_len, G: Group, C: Columns) as fp16
 Allocate Sums in register (BN, Columns) as fp32
 """,
@@ -325,7 +327,7 @@ _OF_ONE_HEAD = {
     "queries_and_sums": """\
 Allocate Q in global (batch, kv_heads, q_len, HeadDim) as {dtype}
 Allocate LSE in global (batch, kv_heads, q_len) as fp32
-Allocate Sums in global (B: batch, H: kv_heads, N: kv_len, L: q_len) as fp32
+Allocate Sums in global (B: batch, H: kv_heads, N: kv_len, L: q_len) as fp16
 """,
     "copied": "",
     "summed": """\
@@ -339,6 +341,13 @@ _KEYS = 64
 
 _BESIDE = 4096
 """Bytes of shared memory that are left for barriers and the like."""
+
+_BESIDE_TWO = 32768
+"""The same of two thread blocks on an SM, with what of O is on its way."""
+
+_TWO = """\
+param Persistent = 0  // two thread blocks on an SM hide each other's latency
+"""
 
 _BITS = 24
 """Queries of a tile at the most: their bits are a number in fp32."""
@@ -400,20 +409,31 @@ class SelectedForward(_Selected):
 
     @cached_property
     def queries(self) -> int:
-        """The queries of a tile. More of them share more blocks: so many that their rows fill two
-        warpgroups, or four warps where there are none."""
+        """The queries of a tile, so many that their rows fill a warpgroup, or two if an SM has no
+        room for two thread blocks, or four warps where there are no warpgroups. (More of them share
+        more blocks, and have more products that the mask hides.)"""
         group = self.spec.group
         rows = [n for n in range(group, group * _BITS + 1, group) if n % 16 == 0]
         wide = [n for n in rows if n % 64 == 0 and n <= 128 and self.gpu.wgmma]
+        if wide and self._two(wide[0]):
+            return wide[0] // group
         fitting = wide or [n for n in rows if n <= 64]
         return (fitting[-1] if fitting else rows[0]) // group
+
+    def _two(self, rows: int) -> bool:
+        """Whether two thread blocks with so many rows and two stages fit on an SM."""
+        tiles = rows * self._kept + 2 * _KEYS * self._widths
+        return rows == 64 and 4 * tiles + _BESIDE_TWO <= self.gpu.shared_per_sm
 
     @property
     def code(self) -> str:
         """The program."""
         rows = self.queries * self.spec.group
         sizes = {"queries": self.queries, "rows": rows, "warps": rows // 16}
-        return self._filled(self.template, **sizes, stages=max(1, self._stages(self.keys)))
+        two = self.gpu.wgmma and self._two(rows)
+        stages = 2 if two else max(1, self._stages(self.keys))
+        template = _with(self.template, {"two": _TWO if two else ""})
+        return self._filled(template, **sizes, stages=stages)
 
     @property
     def _kept(self) -> int:

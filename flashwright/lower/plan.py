@@ -36,6 +36,7 @@ L2_SHARE = 0.4  # it has two halves, and what both read is in both
 REACHED = 0.6  # of the tensor cores' rate: about what the kernels do
 MEMORY_SHARE = 0.8  # of its bandwidth that keys may take
 POSITIONS = 4096  # of queries and of keys, to see which blocks take longest
+FAR = 16 * POSITIONS  # where that is seen only between blocks that lie far apart
 WAVES_WITH_TURNS = 16  # on an H200 about as fast as 4 (docs/performance.md)
 _SIGNS = {"+": "+", "-": "-", "*": "*", "mod": "%", "floor_div": "/"}
 
@@ -207,9 +208,26 @@ def _longest_if(program: Program, element: Reader) -> Literal["first", "last"] |
     """The same for tensors with these elements."""
     loops = program.outer_loops
     few, many = (_iterations(program, loops[0], n, element) if loops else None for n in (0, 7))
-    if few is None or many is None or many == few:
+    if few is None or many is None:
         return None
+    if many == few:
+        return _longest_far_apart(program, loops[0], element)
     return "last" if many > few else "first"
+
+
+def _longest_far_apart(
+    program: Program, loop: tl.For, element: Reader
+) -> Literal["first", "last"] | None:
+    """The same where the first blocks have as many, as behind a prefix that all queries see. A few
+    shorter blocks at one end, as those of a window, are no order."""
+    blocks = _blocks(program, FAR)
+    if blocks is None:
+        return None
+    each = [_iterations(program, loop, blocks * n // 16, element, FAR) for n in range(16)]
+    rising = sorted(n for n in each if n is not None)
+    if len(rising) < len(each) or len(set(each)) < 4:
+        return None
+    return "last" if each == rising else "first" if each == rising[::-1] else None
 
 
 def _zero(element: Index, place: Sequence[Value]) -> Value:
@@ -307,18 +325,25 @@ def _term(size: Postfix) -> Term:
 
 def _shorter_at_the_end(program: Program, loop: tl.For) -> bool:
     """Whether the last block of a square problem has other iterations than the first."""
-    high = program.grid.axes[0].high
-    try:
-        blocks = evaluate(high, {**program.params, **dict.fromkeys(program.dims, POSITIONS)})
-    except NotScalar:
-        return False
-    last = math.ceil(blocks) - 1 if not isinstance(blocks, str) else 0
+    last = (_blocks(program, POSITIONS) or 1) - 1
     return bool(_iterations(program, loop, last, _zero) != _iterations(program, loop, 0, _zero))
 
 
-def _iterations(program: Program, loop: tl.For, block: int, element: Reader) -> Any:
+def _blocks(program: Program, positions: int) -> int | None:
+    """The blocks along the first axis of a square problem; None if data decide."""
+    try:
+        high = program.grid.axes[0].high
+        count = evaluate(high, {**program.params, **dict.fromkeys(program.dims, positions)})
+    except NotScalar:
+        return None
+    return None if isinstance(count, str) else math.ceil(count)
+
+
+def _iterations(
+    program: Program, loop: tl.For, block: int, element: Reader, positions: int = POSITIONS
+) -> Any:
     """Iterations of the loop in one block of a square problem; None if data decide."""
-    env: dict[str, Any] = {**program.params, **dict.fromkeys(program.dims, POSITIONS)}
+    env: dict[str, Any] = {**program.params, **dict.fromkeys(program.dims, positions)}
     env |= {a.name.id: 0 for a in program.grid.axes} | {program.grid.axes[0].name.id: block}
     try:
         for stmt in program.tree.body:

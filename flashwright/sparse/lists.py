@@ -19,13 +19,18 @@ def tiles_of(blocks: Any, block: int, size: int, place: Any, first: Any) -> Any:
     """The tiles of `size` keys that queries read, (batch, kv heads, queries, slots), rising along
     the slots; -1 where there is none. `blocks` are (batch, queries, kv heads, slots), of `block`
     keys, counted from `first` on; queries stand at `place`, and tiles behind it are left out."""
-    parts = block // size
-    tiles = blocks.transpose(1, 2).long()
+    parts, begins = block // size, _first_keys(blocks, block)
     if parts > 1:
-        tiles = (tiles[..., None] * parts + torch.arange(parts, device=tiles.device)).flatten(3)
-    begins = tiles * size + first[:, None]
-    seen = (tiles >= 0) & (begins <= place[:, None])
-    return torch.where(seen, begins, -1).int().sort(dim=3).values
+        inside = torch.arange(0, block, size, device=begins.device, dtype=torch.int32)
+        begins = (begins[..., None] + inside).flatten(3)
+    first, place = (x.int()[:, None] for x in (first, place))
+    seen = (begins >= 0) & (begins <= place - first)
+    return torch.where(seen, begins + first, -1).sort(dim=3).values
+
+
+def _first_keys(blocks: Any, block: int) -> Any:
+    """Where blocks begin; -1 and what is far behind all keys stay so."""
+    return blocks.clamp(-1, _NONE // block - 1).transpose(1, 2).int().contiguous() * block
 
 
 def merged(tiles: Any, queries: int) -> Lists:
@@ -34,7 +39,7 @@ def merged(tiles: Any, queries: int) -> Lists:
     slots, many = tiles.shape[3], -(-tiles.shape[2] // queries)
     tiles = pad(tiles, (0, 0, 0, many * queries - tiles.shape[2]), value=-1)
     code = torch.where(tiles < 0, _NONE, tiles * slots + _times_before(tiles))
-    code, order = code.int().unflatten(2, (many, queries)).flatten(3).sort(dim=3)
+    code, order = code.unflatten(2, (many, queries)).flatten(3).sort(dim=3)
     there = code != _NONE
     new = there & (code != pad(code, (1, 0), value=-1)[..., :-1])
     width = code.shape[3]  # one place more is for what is not there
@@ -50,8 +55,8 @@ def merged(tiles: Any, queries: int) -> Lists:
 
 def _times_before(tiles: Any) -> Any:
     """How often a query has named a tile in the slots before, which rise."""
-    slot = torch.arange(tiles.shape[3], device=tiles.device)
-    return slot - torch.searchsorted(tiles, tiles)
+    slot = torch.arange(tiles.shape[3], device=tiles.device, dtype=torch.int32)
+    return slot - torch.searchsorted(tiles, tiles, out_int32=True)
 
 
 def by_tile(tiles: Any, every: Any, most: int | None) -> Lists:

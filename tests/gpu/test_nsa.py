@@ -59,8 +59,8 @@ def test_gradients(tokens: int, group: int) -> None:
         return list(torch.autograd.grad(out, leaves, grad.to(device)))
 
     for ours, right in zip(gradients("cuda"), gradients("cpu"), strict=True):
-        error = (ours.float().cpu() - right.float()).norm() / right.float().norm()
-        assert error < 0.03
+        right = right.float()  # 0 for the gate of blocks that no query sees
+        assert (ours.float().cpu() - right).norm() <= 0.03 * right.norm()
 
 
 def test_the_same_blocks_are_chosen() -> None:

@@ -465,9 +465,7 @@ def register_counts(
     return found if blocks == 1 else (found[0], REGISTERS_OF_TWO_BLOCKS - found[0])
 
 
-def _by_work(
-    program: Program, kernel: ir.Kernel, roles: ir.Roles
-) -> Mapping[int, tuple[int, int]]:
+def _by_work(program: Program, kernel: ir.Kernel, roles: ir.Roles) -> Mapping[int, tuple[int, int]]:
     """The registers by consumer warpgroups, for what producers and helpers do."""
     if any(isinstance(n, ir.Load) and n.window.page_rows for n in ir.flat(roles.producer)):
         return REGISTERS_PAGED
