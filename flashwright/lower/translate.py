@@ -131,7 +131,7 @@ def _prepared(
         queue = size
         kernel, size = with_queue(program, gpu, kernel, size, report)
         epilogue, size = epilogue_offset(program, gpu, kernel, size)
-        blocks = _blocks_of_roles(program, gpu, kernel, size)
+        blocks = _blocks_of_roles(program, gpu, kernel, size, most)
     report.blocks = blocks
     report.registers, report.dealt = _registers(program, gpu, kernel, blocks)
     printer = Printer(program, gpu, kernel, offsets, blocks, rings, epilogue, queue)
@@ -194,11 +194,16 @@ def _blocks(program: Program, gpu: Gpu, shared: int, most: int | None) -> int:
     return max(1, allowed if most is None else min(allowed, most))
 
 
-def _blocks_of_roles(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> int:
+def _blocks_of_roles(
+    program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int, most: int | None
+) -> int:
     """How many blocks an SM should hold at once where warps have roles. A persistent kernel has its
-    SM for itself. Of others there are two, which hide each other's latency, if both have room."""
+    SM for itself. Of others with one consumer warpgroup there are two, which hide each other's
+    latency, if both have room."""
     roles = next(n for n in kernel.body if isinstance(n, ir.Roles))
     if program.schedule.persistent or program.warps != 4 or kernel.helpers != ir.HELPERS:
+        return 1
+    if most is not None and most < 2:
         return 1
     _, given = register_counts(program, kernel, roles, 2)
     both = 2 * (shared + gpu.shared_reserved) <= gpu.shared_per_sm

@@ -430,7 +430,8 @@ def _weigh(task: Task, choice: Choice, rows: slice) -> Any:
         return tiled.flatten(2, 3)[:, :, :count].contiguous()
 
     check = partial(_check_weights, choice, rows, sums)
-    return sums(wanted.run(tensors, {"tokens": choice.keys - behind}, check))
+    sizes = {"tokens": choice.keys - behind, "heads": choice.q.shape[2]}
+    return sums(wanted.run(tensors, sizes, check))
 
 
 def _check_weights(

@@ -163,6 +163,15 @@ def test_a_wrong_kernel_is_found_at_its_first_call(monkeypatch: pytest.MonkeyPat
         append._append(a_cache("16", torch.float8_e4m3fn), replace(new_rows(2), scales=scales))
 
 
+def test_neighbours_in_a_narrow_type_are_no_error() -> None:
+    """Which of two the order of additions may decide. In e4m3 they lie up to an eighth apart."""
+    wanted = torch.tensor([[3.5, 0.5, -0.25, 0.125]]).to(torch.float8_e4m3fn)
+    steps = wanted.view(torch.uint8)
+    append._compare((steps + 1).view(wanted.dtype), wanted)
+    with pytest.raises(WrongKernel, match="what it wrote"):
+        append._compare((steps + 3).view(wanted.dtype), wanted)
+
+
 def test_what_no_tile_has_is_done_by_pytorch_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     cache, turn = a_cache("16", torch.bfloat16), turn_of(3, True)
     rows = new_rows(2, turn)

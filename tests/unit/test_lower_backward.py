@@ -127,6 +127,22 @@ def test_the_longest_tiles_come_first() -> None:
     assert "fw::TileScheduler<0>" in derived(False)
 
 
+def test_the_longest_tiles_come_first_behind_a_prefix_that_all_see() -> None:
+    """The first blocks have as many iterations; a window's have, but for those at the end."""
+
+    def scheduler(high: str) -> str:
+        program = checked_program(parse(attention(high=high, k_stages=2, v_stages=2)))
+        found = re.search(r"TileScheduler<.*?>", translate(program, gpus.find("h200")).source)
+        assert found is not None
+        return found[0]
+
+    assert scheduler("min(kv_len, max((block + 1) * BM, 2048)) / BN") == "TileScheduler<10>"
+    assert (
+        scheduler("min(kv_len, max(kv_len - block * BM, 2048)) / BN") == "TileScheduler<10, true>"
+    )
+    assert scheduler("min(kv_len, 512 + (block % 2) * BM) / BN") == "TileScheduler<0>"
+
+
 def test_a_number_for_each_head_is_read_before_the_loop() -> None:
     """A load in the loop would wait for the additions to dQ."""
     source = derived(True, alibi=True)

@@ -202,8 +202,11 @@ WRONG = property(lambda order: RIGHT(order).replace("dKsum_register * Scale", "d
 HOW = {"block_size": 64, "block_counts": 2, "window_size": 0}
 
 
-def test_kernels_compute_it(on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v, *gates = half(150, 4, 2)
+@pytest.mark.parametrize("heads", [4, 2])
+def test_kernels_compute_it(
+    heads: int, on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, *gates = half(150, heads, 2)
     v = torch.cat((v, v), dim=3)[..., :64]
     out, blocks = flashwright.nsa(q, k, v, *gates, **HOW, return_block_indices=True)
     assert on_gpu == [("O", "LSE"), ("Sums",), ("O", "LSE")]

@@ -645,6 +645,24 @@ def bounds(source: str) -> int:
     return int(found[1] or 1)
 
 
+@pytest.mark.parametrize(
+    ("params", "stages", "blocks"),
+    [("param Persistent = 0", 2, 2), ("", 2, 1), ("param Persistent = 0", 13, 1)],
+)
+def test_two_kernels_with_one_consumer_warpgroup_share_an_sm(
+    params: str, stages: int, blocks: int
+) -> None:
+    """Unless they are persistent, or shared memory has no room for both."""
+    card = gpus.find("h200")
+    program = check(parse(attention(params=params, k_stages=stages, v_stages=stages)), card).program
+    assert program is not None
+    found = translate(program, card)
+    assert (bounds(found.source), found.report.blocks) == (blocks, blocks)
+    given = [int(n) for n in re.findall(r"fw::(?:de)?alloc_registers<(\d+)>", found.source)]
+    assert sum(given) == (256 if blocks == 2 else 0)  # of the 512 that two blocks have
+    assert bounds(translate(program, card, blocks=1).source) == 1
+
+
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """ptxas spills as long as more than two blocks share an SM's registers; what was compiled."""
