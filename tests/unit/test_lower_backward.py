@@ -140,7 +140,7 @@ def test_the_longest_tiles_come_first_behind_a_prefix_that_all_see() -> None:
     assert (
         scheduler("min(kv_len, max(kv_len - block * BM, 2048)) / BN") == "TileScheduler<10, true>"
     )
-    assert scheduler("min(kv_len, 512 + (block % 2) * BM) / BN") == "TileScheduler<0>"
+    assert scheduler("min(kv_len, 512 + (block % 7) * BM) / BN") == "TileScheduler<0>"
 
 
 def test_a_number_for_each_head_is_read_before_the_loop() -> None:
