@@ -33,7 +33,7 @@ def draw() -> str:
     (bench,) = gather([RECORDS]).benches
     width = 2 * plots.W + GAP + 2 * EDGE
     height = HEAD + 2 * (plots.H + CAPTION + GAP)
-    parts = [tag("style", Markup(_style())), _paper(width, height), *_heading(bench)]
+    parts = [tag("style", Markup(style())), paper(width, height), *_heading(bench)]
     for number, kernel in enumerate(PANELS):
         x = EDGE + number % 2 * (plots.W + GAP)
         y = HEAD + number // 2 * (plots.H + CAPTION + GAP)
@@ -41,7 +41,12 @@ def draw() -> str:
         chart = _still(plots.speed(bench, kernel))
         inside = tag("svg", chart, x=x, y=y + CAPTION, width=plots.W, height=plots.H)
         parts.append(inside)
-    drawn = picture(width, height, _title(bench), _in_words(bench), *parts)
+    return standing_alone(width, height, _title(bench), _in_words(bench), *parts)
+
+
+def standing_alone(width: float, height: float, title: str, about: str, *inside: str) -> str:
+    """The text of an SVG file."""
+    drawn = picture(width, height, title, about, *inside)
     return str(drawn).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + "\n"
 
 
@@ -81,11 +86,12 @@ def _still(chart: Markup) -> Markup:
     return Markup(re.sub(r'<rect[^>]*class="band"[^>]*></rect>', "", chart))
 
 
-def _paper(width: float, height: float) -> Markup:
+def paper(width: float, height: float) -> Markup:
+    """The background of a picture."""
     return tag("rect", width=width, height=height, rx=8, class_="paper")
 
 
-def _style() -> str:
+def style() -> str:
     """The page's colours and the rules of its charts, for a picture that stands alone."""
     css = (resources.files("flashwright.report") / "page.css").read_text(encoding="utf-8")
     settings = SETTING.findall(css)

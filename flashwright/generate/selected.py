@@ -118,7 +118,7 @@ _BACKWARD = """\
 // name it, with the heads of their groups as columns.
 {about}
 {params}
-param Persistent = 0              // several thread blocks on an SM hide each other's latency
+param Persistent = 0              // they take very different times: the next begins when one ends
 dim items, entries
 
 Allocate Q in global (B: batch, L: q_len, H: kv_heads, G: Group, D: HeadDim) as {dtype}

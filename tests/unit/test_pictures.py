@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from docs.make import speed, terminal
+from docs.make import sparse, speed, terminal
 from flashwright.build import toolchain
 
 
@@ -23,6 +23,7 @@ def shown(svg: str) -> list[str]:
 
 def test_the_plot_of_speeds_is_drawn_from_the_records() -> None:
     assert speed.PICTURE.read_text() == speed.draw()
+    assert sparse.PICTURE.read_text() == sparse.draw()
 
 
 def test_the_recording_shows_what_the_checker_prints(tmp_path: Path) -> None:
