@@ -227,6 +227,16 @@ def test_a_wrong_kernel_is_found(
         flashwright.nsa(q, k, v[..., :32], *gates, **HOW)
 
 
+def test_wrong_weights_are_found(
+    on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = BlockWeights.code.fget  # type: ignore[attr-defined]
+    wrong = property(lambda order: right(order).replace("Compute S * Scale", "Compute S * 0.1"))
+    monkeypatch.setattr(BlockWeights, "code", wrong)
+    with pytest.raises(WrongKernel, match="the weights of blocks of query"):
+        flashwright.nsa(*half(150, 4, 2), **HOW)
+
+
 @pytest.mark.parametrize("sizes", some([(4, 64), (4, 128), (10, 48), (2, 16)]))
 def test_gradients_by_kernels(
     sizes: tuple[int, int], on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
