@@ -182,14 +182,15 @@ end
 
 // Conversion: the sums of dK and dV, rounded.
 grid block_idx = 0:kv_len / BN, kv_head = 0:kv_heads, batch_idx = 0:batch
+param Warps = {rounding_warps}
 Allocate dK in register (BN, HeadDim) as fp32
 Copy dKsum (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = block_idx]
-  from global to register
-Copy dVsum (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L = block_idx]
   from global to register
 Compute dKsum_register * Scale and get dK_register
 Copy dK (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = block_idx]
   from register to global
+Copy dVsum (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L = block_idx]
+  from global to register
 Copy dVsum (BN, VDim) in coordinate [B = batch_idx, H = kv_head, L = block_idx]
   from register to global and get dV
 {conversion}
@@ -219,6 +220,7 @@ Allocate dQ in register (BM, HeadDim) as fp32
 
 // Conversion: those of dQ.
 grid block_idx = 0:q_len * Group / BM, kv_head = 0:kv_heads, batch_idx = 0:batch
+param Warps = {rounding_warps}
 Allocate dQ in register (BM, HeadDim) as fp32
 Copy dQsum (BM, HeadDim) in coordinate {of_tile} from global to register
 Compute dQsum_register * Scale and get dQ_register
@@ -409,15 +411,12 @@ class SelectedForward(_Selected):
 
     @cached_property
     def queries(self) -> int:
-        """The queries of a tile, so many that their rows fill a warpgroup, or two if an SM has no
-        room for two thread blocks, or four warps where there are no warpgroups. (More of them share
-        more blocks, and have more products that the mask hides.)"""
+        """The queries of a tile: their rows fill a warpgroup, or four warps where there are none.
+        (More of them share more blocks, and have more products that the mask hides.)"""
         group = self.spec.group
         rows = [n for n in range(group, group * _BITS + 1, group) if n % 16 == 0]
         wide = [n for n in rows if n % 64 == 0 and n <= 128 and self.gpu.wgmma]
-        if wide and self._two(wide[0]):
-            return wide[0] // group
-        fitting = wide or [n for n in rows if n <= 64]
+        fitting = wide[:1] or [n for n in rows if n <= 64]
         return (fitting[-1] if fitting else rows[0]) // group
 
     def _two(self, rows: int) -> bool:
@@ -485,7 +484,8 @@ class SelectedBackward(_Selected):
         warps = self.keys // 16
         if self.gpu.wgmma and warps == 4 and self._widths > 256:
             warps = 8  # two warpgroups share the columns: else registers spill
-        return self._filled(_with(_BACKWARD, self.parts), rows=rows, warps=warps, stages=stages)
+        sizes = {"rows": rows, "warps": warps, "rounding_warps": rows // 16}
+        return self._filled(_with(_BACKWARD, self.parts), **sizes, stages=stages)
 
     def _stages(self, keys: int) -> int:
         return min(2, self._fit(keys * (self._widths + keys), keys * self._widths))

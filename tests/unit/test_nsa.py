@@ -22,7 +22,9 @@ from flashwright.generate.selected import (
     SelectedKeys,
     SelectedQueries,
 )
+from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
+from flashwright.lower.translate import translate
 from flashwright.program.kernels import Kernels
 from flashwright.semantics.interpret import interpret_all
 
@@ -361,6 +363,19 @@ def emulated(order: OwnProgram, given: dict[str, Any], dims: dict[str, int], fol
         assert (ours[~seen] == right[~seen]).all()
         error = np.linalg.norm(ours[seen] - right[seen])
         assert error < 0.01 * np.linalg.norm(right[seen]), name
+
+
+@pytest.mark.parametrize("widths", [(192, 128), (256, 256)])
+def test_wide_heads_have_kernels_on_hopper(widths: tuple[int, int]) -> None:
+    card, sizes = gpus.find("h200"), dict(zip(("head_dim", "v_dim"), widths, strict=True))
+    spec = make_spec("nsa-selected", heads=8, kv_heads=2, dtype="bf16", **sizes)
+    backward = (SelectedBackward, SelectedKeys, SelectedQueries)
+    for program in (SelectedForward, SelectedGated, BlockWeights, *backward):
+        checked = check(parse(program(card, spec).code), card)
+        assert not [d for d in checked.diagnostics if d.severity == "error"]
+        for kernel in checked.kernels:
+            products = translate(kernel, card).report.products
+            assert products == "wgmma" or "GEMM" not in format_tree(kernel.tree)
 
 
 @needs_compilers
