@@ -29,10 +29,12 @@ from flashwright.flex.task import (
 )
 from flashwright.generate.selected import (
     BlockWeights,
+    HeaviestBlocks,
     SelectedBackward,
     SelectedForward,
     SelectedGated,
     SelectedKeys,
+    SelectedProgram,
     SelectedQueries,
 )
 from flashwright.generate.store import tell
@@ -42,7 +44,14 @@ from flashwright.serving.kernels import Wanted
 from flashwright.serving.reference import check_gradient
 from flashwright.serving.varlen import flash_attn_varlen_func
 from flashwright.sparse import lists, reference
-from flashwright.sparse.selection import Choice, in_blocks, means, positions, weights
+from flashwright.sparse.selection import (
+    Choice,
+    heaviest,
+    in_blocks,
+    means,
+    positions,
+    weights,
+)
 from flashwright.spec import AttentionSpec, BadSpec, scale_of
 
 _MOST_QUERIES = 512
@@ -230,9 +239,10 @@ class _Call:
         if blocks is None:
             choice = Choice(given.q, pools[0], lse, given.k.shape[1], self.block, self.scale)
             by_pytorch = _on_cpu(given.q) or not (given.q.numel() and pools[0].numel())
+            task = None if by_pytorch else self._selected_task(given)
+            steps = (partial(_weigh, task), partial(_pick, task)) if task else (weights, heaviest)
             with torch.no_grad():
-                weigh = weights if by_pytorch else partial(_weigh, self._selected_task(given))
-                blocks = choice.blocks(self.counts, weigh)
+                blocks = choice.blocks(self.counts, *steps)
         return coarse, blocks
 
     def _sum(self, given: _Given, coarse: Any, blocks: Any) -> tuple[Any, Any]:
@@ -398,7 +408,7 @@ class _Selected:
 class _Own(Wanted):
     """A kernel whose program is written here."""
 
-    program: type[SelectedForward] | type[SelectedBackward] | type[BlockWeights] = SelectedForward
+    program: type[SelectedProgram] = SelectedForward
 
     @cached_property
     def order(self) -> Any:
@@ -408,9 +418,9 @@ class _Own(Wanted):
 
 def _weigh(task: Task, choice: Choice, rows: slice) -> Any:
     """How much groups attend to blocks, by a kernel (selection.Weigh)."""
-    wanted = _Own(task, None, program=BlockWeights)
+    wanted, wide = _Own(task, None, program=BlockWeights), -(-choice.count // 8) * 8
     program, means = wanted.order, choice.means.transpose(1, 2)
-    padded = torch.nn.functional.pad(means, (0, 0, 0, choice.count - means.shape[2]))
+    padded = torch.nn.functional.pad(means, (0, 0, 0, wide - means.shape[2]))
     count, group = rows.stop - rows.start, task.spec.group
     own = torch.arange(count, device=choice.q.device) % program.queries
     of_query = torch.nn.functional.one_hot(own, program.columns).half()
@@ -442,12 +452,39 @@ def _check_weights(
     for row in torch.linspace(0, ours.shape[2] - 1, min(ROWS, ours.shape[2])).long().tolist():
         query = rows.start + row
         right = weights(choice, slice(query, query + 1))[:, :, 0]
-        off = (ours[:, :, row] - right).abs().amax(-1) / right.amax(-1).clamp(min=1e-3)
+        off = (ours[:, :, row, : choice.count] - right).abs().amax(-1) / right.amax(-1).clamp(
+            min=1e-3
+        )
         if not float(off.max()) < limit:
             raise WrongKernel(
                 f"a new kernel is wrong: the weights of blocks of query {query} are "
                 f"{float(off.max()):.2g} of the largest from PyTorch's. Please report the shapes"
             )
+
+
+def _pick(task: Task, weights: Any, own: Any, most: int) -> Any:
+    """The blocks that queries read, by a kernel (selection.Pick)."""
+    wanted = _Own(task, None, program=HeaviestBlocks)
+    rows = wanted.order.rows
+    far = torch.nn.functional.pad(own, (0, -len(own) % rows)).unflatten(0, (-1, rows)).amax(1)
+    tensors = {"weights": weights, "own": own.int(), "far": far.int()}
+    check = partial(_check_picked, weights, own)
+    sizes = {"slots": most, "heads": task.spec.heads}
+    return wanted.run(tensors, sizes, check)["found"].mT
+
+
+def _check_picked(weights: Any, own: Any, results: Mapping[str, Any]) -> None:
+    """Raise WrongKernel if the first blocks are not as heavy as PyTorch's, in some rows."""
+    found = results["found"].mT
+    for row in torch.linspace(0, len(own) - 1, min(ROWS, len(own))).long().tolist():
+        some, ours = weights[:, :, row : row + 1].float(), found[:, :, row : row + 1].long()
+        right = heaviest(some, own[row : row + 1], ours.shape[3])
+        heavy = [some.gather(3, x.clamp(min=0)).masked_fill(x < 0, -1) for x in (ours, right)]
+        twice = (ours[..., :, None] == ours[..., None, :]) & (ours >= 0)[..., None]
+        fixed = torch.equal(ours[..., :3], right[..., :3])
+        if not fixed or not torch.equal(*heavy) or int(twice.sum()) != int((ours >= 0).sum()):
+            text = f"a new kernel is wrong: the blocks of query {row} are not the heaviest"
+            raise WrongKernel(f"{text}. Please report the shapes")
 
 
 class _WithGradients(torch.autograd.Function):  # type: ignore[misc]

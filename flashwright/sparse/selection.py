@@ -63,39 +63,32 @@ class Choice:
         """How many blocks there are, with the last one that may not be whole."""
         return -(-self.keys // self.block)
 
-    def blocks(self, counts: Any, weigh: Weigh) -> Any:
+    def blocks(self, counts: Any, weigh: Weigh, pick: Pick) -> Any:
         """The blocks that each query reads, int32 (batch, queries, kv heads, most of `counts`), -1
         where there is none: its own, the first and the one before its own, then those to whose
         means the heads of its group attend most together, all before its own."""
         batch, queries, heads, _ = self.q.shape
         kv_heads, differ = self.means.shape[2], isinstance(counts, torch.Tensor)
         most = int(counts.max()) if differ else counts
-        found = self.q.new_full((batch, queries, kv_heads, most), -1, dtype=torch.int32)
         held = batch * (heads if self.q.is_cpu else kv_heads) * self.count
         step = max(1, _ROOM // max(1, held))
-        for first in range(0, queries, step):
-            rows = slice(first, min(first + step, queries))
-            weights = self._with_fixed(weigh(self, rows), rows)
-            best, taken = weights.topk(min(most, self.count), dim=-1)
-            taken = torch.where(best < 0, -1, taken).int()
-            found[:, rows, :, : taken.shape[-1]] = taken.transpose(1, 2)
+        parts = [slice(n, min(n + step, queries)) for n in range(0, queries, step)]
+        found = [pick(weigh(self, rows), self.own[rows], most).int() for rows in parts]
+        none = self.q.new_empty(batch, kv_heads, 0, most, dtype=torch.int32)
+        every = torch.cat(found or [none], dim=2).transpose(1, 2)
         if differ:
             beyond = torch.arange(most, device=self.q.device) >= counts[..., None]
-            found.masked_fill_(beyond, -1)
-        return found
-
-    def _with_fixed(self, weights: Any, rows: slice) -> Any:
-        """The weights, with more than any sum for the blocks that are always read."""
-        own, group = self.own[rows], self.q.shape[2] // self.means.shape[2]
-        for place, more in ((own - 1, 2.0), (own * 0, 3.0), (own, 4.0)):
-            index = place.clamp(min=0)[:, None].expand(*weights.shape[:3], 1)
-            weights.scatter_(-1, index, more * group)
-        return weights
+            every = every.masked_fill(beyond, -1)
+        return every
 
 
 Weigh = Callable[[Choice, slice], Any]
 """How much the groups of some queries attend to each block: (batch, kv heads, queries, blocks). A
-block that ends behind the query has 0; one that begins there has -1 for each head."""
+block that ends behind the query has 0. There may be more columns than blocks."""
+
+Pick = Callable[[Any, Any, int], Any]
+"""The blocks that some queries read, from their weights, the block in which each query stands, and
+how many are wanted: (batch, kv heads, queries, blocks), -1 where there is none."""
 
 
 def weights(choice: Choice, rows: slice) -> Any:
@@ -108,5 +101,15 @@ def weights(choice: Choice, rows: slice) -> Any:
     sums = torch.exp(scores - torch.where(logs == -torch.inf, 0.0, logs)).sum(2)
     sums = torch.nn.functional.pad(sums, (0, missing))
     number, place = torch.arange(choice.count, device=q.device), choice.place[rows, None] + 1
-    sums = sums.masked_fill(number >= place // choice.block, 0.0)
-    return sums.masked_fill(number * choice.block >= place, -float(grouped.shape[2]))
+    return sums.masked_fill(number >= place // choice.block, 0.0)
+
+
+def heaviest(weights: Any, own: Any, most: int) -> Any:
+    """A Pick by PyTorch."""
+    number = torch.arange(weights.shape[3], device=own.device)
+    first, before = torch.where(own > 0, 0, -1), torch.where(own > 1, own - 1, -1)
+    fixed = torch.stack((own, first, before), dim=-1).expand(*weights.shape[:3], 3)
+    left = weights.masked_fill((number == 0) | (number >= own[:, None] - 1), -1.0)
+    best, taken = left.topk(min(max(most - 3, 0), weights.shape[3]), dim=-1)
+    found = torch.cat((fixed, torch.where(best < 0, -1, taken)), dim=-1)
+    return torch.nn.functional.pad(found, (0, max(0, most - found.shape[3])), value=-1)[..., :most]

@@ -3,6 +3,7 @@ that interpret the programs that were made."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from flashwright.check.check import check
 from flashwright.generate.own_program import OwnProgram
 from flashwright.generate.selected import (
     BlockWeights,
+    HeaviestBlocks,
     SelectedBackward,
     SelectedForward,
     SelectedGated,
@@ -31,7 +33,7 @@ from flashwright.semantics.interpret import interpret_all
 torch = pytest.importorskip("torch")
 import flashwright  # noqa: E402
 from flashwright.flex import attention as flex  # noqa: E402
-from flashwright.flex.task import WrongKernel  # noqa: E402
+from flashwright.flex.task import Task, WrongKernel  # noqa: E402
 from flashwright.serving import kernels  # noqa: E402
 from flashwright.sparse import lists, nsa, reference, selection  # noqa: E402
 from tests.share import some  # noqa: E402
@@ -211,7 +213,7 @@ def test_kernels_compute_it(
     q, k, v, *gates = half(150, heads, 2)
     v = torch.cat((v, v), dim=3)[..., :64]
     out, blocks = flashwright.nsa(q, k, v, *gates, **HOW, return_block_indices=True)
-    assert on_gpu == [("O", "LSE"), ("Sums",), ("O", "LSE")]
+    assert on_gpu == [("O", "LSE"), ("Sums",), ("Found",), ("O", "LSE")]
     monkeypatch.setattr(nsa, "_on_cpu", lambda tensor: True)
     _, right = flashwright.nsa(q, k, v, *gates, **HOW, return_block_indices=True)
     assert torch.equal(blocks, right)
@@ -237,6 +239,36 @@ def test_wrong_weights_are_found(
     monkeypatch.setattr(BlockWeights, "code", wrong)
     with pytest.raises(WrongKernel, match="the weights of blocks of query"):
         flashwright.nsa(*half(150, 4, 2), **HOW)
+
+
+def test_wrong_choices_are_found(
+    on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = HeaviestBlocks.code.fget  # type: ignore[attr-defined]
+    wrong = property(lambda order: right(order).replace("rowmax(S)", "-rowmax(-S)"))
+    monkeypatch.setattr(HeaviestBlocks, "code", wrong)
+    with pytest.raises(WrongKernel, match="the blocks of query"):
+        flashwright.nsa(*half(330, 4, 2), **{**HOW, "block_counts": 4})
+
+
+def test_the_heaviest_blocks_by_a_kernel(
+    on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch.topk chooses them; of those that are as heavy, the first ones. There may be fewer
+    blocks than are wanted, and more columns than blocks."""
+    spec = make_spec("nsa-selected", heads=4, kv_heads=2, head_dim=64, dtype="bf16")
+    pick = partial(nsa._pick, Task(spec, CARD))
+    own = torch.arange(70) // 3
+    weights = torch.rand(1, 2, 70, 24).half()
+    for most in (1, 2, 3, 9):
+        found, right = pick(weights, own, most), selection.heaviest(weights, own, most)
+        assert torch.equal(found.long().sort(-1).values, right.sort(-1).values)
+    weights[..., 4:20] = 0.5
+    found = pick(weights, own, 9)[0, 0, -1].tolist()
+    better = [n for n in (1, 2, 3, 20, 21) if weights[0, 0, -1, n] > 0.5]
+    rest = sorted(set(range(4, 20)))[: 6 - len(better)]
+    assert found[:3] == [23, 0, 22]
+    assert set(found[3:]) == {*better, *rest}
 
 
 @pytest.mark.parametrize("sizes", some([(4, 64), (4, 128), (10, 48), (2, 16)]))
@@ -310,7 +342,7 @@ def test_deterministic_gradients(
         found = torch.autograd.grad(out, leaves, grad)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert on_gpu[3:] == [("dK", "dV"), ("dQ",)]
+    assert on_gpu[4:] == [("dK", "dV"), ("dQ",)]
     monkeypatch.setattr(nsa, "_on_cpu", lambda tensor: True)
     wanted = flashwright.nsa(*leaves, None, *gates[1:], blocks, **HOW)
     for ours, right in zip(found, torch.autograd.grad(wanted, leaves, grad), strict=True):
@@ -370,7 +402,7 @@ def test_wide_heads_have_kernels_on_hopper(widths: tuple[int, int]) -> None:
     card, sizes = gpus.find("h200"), dict(zip(("head_dim", "v_dim"), widths, strict=True))
     spec = make_spec("nsa-selected", heads=8, kv_heads=2, dtype="bf16", **sizes)
     backward = (SelectedBackward, SelectedKeys, SelectedQueries)
-    for program in (SelectedForward, SelectedGated, BlockWeights, *backward):
+    for program in (SelectedForward, SelectedGated, BlockWeights, HeaviestBlocks, *backward):
         checked = check(parse(program(card, spec).code), card)
         assert not [d for d in checked.diagnostics if d.severity == "error"]
         for kernel in checked.kernels:
@@ -429,3 +461,9 @@ def test_the_kernels_that_are_made_compute_it(gpu: str, tmp_path: Path) -> None:
         tensors = read if isinstance(order, SelectedQueries) else items
         used = {n: x for n, x in sizes.items() if f" {n}" in order.code.split("\ndim")[1]}
         emulated(order, given | tensors, dims | used, tmp_path / f"{number}")
+
+    of_blocks = rng.random((1, 2, tokens, 72)).astype(np.float16)
+    stands = (np.arange(tokens) * 2).astype(np.int32)
+    picks = {"Weights": of_blocks, "Own": stands, "Far": stands[-1:]}
+    heavy = HeaviestBlocks(card, spec)
+    emulated(heavy, picks, dims | {"kv_len": 72, "slots": 16}, tmp_path / "heaviest")
