@@ -9,6 +9,9 @@ from functools import cached_property
 from typing import ClassVar
 
 from flashwright.generate.own_program import OwnProgram
+from flashwright.lang.format import format_tree
+from flashwright.lang.parse import parse
+from flashwright.rewrite.packed import packed
 from flashwright.spec import AttentionSpec
 
 _COMMON = {
@@ -269,12 +272,11 @@ Copy dQ (BM, HeadDim) in coordinate {of_tile} from register to global
 
 _WEIGHTS = """\
 // How much each group of heads attends to the mean of each block of keys. The columns of a tile are
-// the heads of a group, for {queries} queries. A block that ends behind the query has 0, one that
-// begins there -1 for each head.
+// the heads of a group, for {queries} queries. A block that ends behind the query has 0.
 {params}
 param Block = {block}
 param Columns = {columns}  // for the queries of a tile
-dim tokens
+{tokens}
 
 grid block_idx = 0:q_len * Group / BM, kv_head = 0:kv_heads, batch_idx = 0:batch
 
@@ -294,7 +296,7 @@ for i = 0:kv_len / BN
   Compute S * Scale and get new S
   // Queries of other tiles have sums of their own.
   Compute Mask S where q_idx >= block_idx * BM and q_idx < (block_idx + 1) * BM
-    and kv_idx * Block + Block <= floor(q_idx / Group) + 1 + tokens - q_len
+    and kv_idx * Block + Block <= floor(q_idx / Group) + 1{shift}
   Compute exp(S - Shift) and get new S
 {summed}
 end
@@ -586,6 +588,9 @@ class BlockWeights(SelectedProgram):
     def code(self) -> str:
         """The program."""
         parts = _OF_GROUPS if self.spec.group > 1 else _OF_ONE_HEAD
+        return self._with(parts | {"tokens": "dim tokens\n", "shift": " + tokens - q_len"})
+
+    def _with(self, parts: Mapping[str, str]) -> str:
         sizes = {"rows": self.queries * self.spec.group, "warps": self.keys // 16}
         stages = min(3, max(1, self._stages_beside(sizes["rows"])))
         more = {"queries": self.queries, "columns": self.columns, "stages": stages}
@@ -599,6 +604,16 @@ class BlockWeights(SelectedProgram):
     def in_words(self) -> str:
         """What it computes, for a line of progress."""
         return f"the choice of blocks of {self.spec.in_words}; {self.gpu.title}"
+
+
+@dataclass(frozen=True)
+class PackedWeights(BlockWeights):
+    """The same for packed sequences, whose last query stands at the last key."""
+
+    @cached_property
+    def code(self) -> str:
+        """The program."""
+        return format_tree(packed(parse(self._with(_OF_GROUPS | {"tokens": "", "shift": ""}))))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ The tensors of a call have these names. `q`: (tokens, heads, dim) with `startsq`
 tokens, heads, dim). `k` and `v`: (tokens, heads, dim) with `startsk`, and `lengthsk` if they end
 before the next sequence begins; or (pages, positions, heads, dim) with `table` and `lengthsk`.
 `kdescale` and `vdescale`: (batch, heads), by which keys and values of 8 bits are multiplied.
-`tree`: bool (batch, tokens, tokens), which of the newest keys each query sees.
+`tree`: bool (batch, tokens, tokens), which of the newest keys each query sees. `since`: (tokens of
+k), the first query of its sequence that sees a key.
 """
 
 from __future__ import annotations
@@ -150,6 +151,9 @@ def _sequence(spec: AttentionSpec, given: Tensors, b: int, kind: Any) -> tuple[A
     turned = (x.transpose(0, 1)[None] for x in parts)
     if "tree" in given:
         extras["mask"] = seen(given["tree"][b], parts[1].shape[0])
+    if "since" in given:
+        rows = torch.arange(parts[0].shape[0], device=parts[0].device)
+        extras["mask"] = _keys(given, "since", b) <= rows[:, None]
     out, lse = reference.attention(spec, *turned, **extras)
     return out[0], lse[0]
 

@@ -160,7 +160,7 @@ def kernel_tensors(given: Tensors) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Call(Asked):
+class PackedCall(Asked):
     """A call for packed sequences, with gradients if they may be asked for."""
 
     given: Tensors
@@ -197,7 +197,7 @@ class _Call(Asked):
         return wanted.run({**self.tensors, **tensors}, self.sizes, check)
 
 
-def _asked(tensors: Tensors, options: tuple[Any, ...], deterministic: bool | None) -> _Call:
+def _asked(tensors: Tensors, options: tuple[Any, ...], deterministic: bool | None) -> PackedCall:
     """What a kernel is made for and called with."""
     given, settings = _given(tensors, options)
     page = given["k"].shape[1] if "table" in given else None
@@ -206,14 +206,16 @@ def _asked(tensors: Tensors, options: tuple[Any, ...], deterministic: bool | Non
     sizes = dict(zip(("q_len", "kv_len"), options[4], strict=True))
     sizes["batch"] = given["startsq"].shape[0] - 1
     check = partial(reference.check, task.spec, given)
-    return _Call(Wanted(task, batch), kernel_tensors(given), sizes, check, given, deterministic)
+    return PackedCall(
+        Wanted(task, batch), kernel_tensors(given), sizes, check, given, deterministic
+    )
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
     """The kernel and its derived backward."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *inputs: Any) -> tuple[Any, Any]:
+    def forward(ctx: Any, call: PackedCall, *inputs: Any) -> tuple[Any, Any]:
         """O and LSE."""
         out, lse = call.forward()
         ctx.call, ctx.names = call, call.trained
@@ -224,7 +226,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, grad: Any, _: Any) -> tuple[Any, ...]:
         """The gradients of the inputs."""
-        call: _Call = ctx.call
+        call: PackedCall = ctx.call
         names: tuple[str, ...] = ctx.names
         out, lse, *inputs = ctx.saved_tensors
         given = {**dict(zip(names, inputs, strict=True)), "o": out}

@@ -2,8 +2,7 @@
 blocks that matter most, and to the latest keys. Gates weigh the three.
 
 The conventions are those of the fla library's `parallel_nsa`: tensors are (batch, tokens, heads,
-dim). On a GPU each branch is a kernel of the author's variants, made once; means, sums of weights
-and the choice of blocks are PyTorch's.
+dim). On a GPU each branch is a kernel, made once; means and lists of blocks are PyTorch's.
 """
 
 from __future__ import annotations
@@ -20,21 +19,16 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.flex import attention as flex
 from flashwright.flex.task import (
     DTYPES,
-    LIMIT,
     ROWS,
     NoKernel,
     Task,
-    WrongKernel,
     compare_rows,
 )
 from flashwright.generate.selected import (
-    BlockWeights,
-    HeaviestBlocks,
     SelectedBackward,
     SelectedForward,
     SelectedGated,
     SelectedKeys,
-    SelectedProgram,
     SelectedQueries,
 )
 from flashwright.generate.store import tell
@@ -43,12 +37,15 @@ from flashwright.serving import arguments
 from flashwright.serving.kernels import Wanted
 from flashwright.serving.reference import check_gradient
 from flashwright.serving.varlen import flash_attn_varlen_func
-from flashwright.sparse import lists, reference
+from flashwright.sparse import lists, packed, reference
+from flashwright.sparse.choose import Own, pick, weigh
 from flashwright.sparse.selection import (
     Choice,
     heaviest,
     in_blocks,
+    limited,
     means,
+    most_of,
     positions,
     weights,
 )
@@ -214,12 +211,31 @@ class _Call:
         if given.q.shape[0] != 1 or given.k.shape[1] != ends or not fits:
             text = f"cu_seqlens must rise from 0 to {ends}, the tokens of q and k, and batch be 1"
             raise ValueError(f"{text}; it is {bounds}")
-        rows = [slice(*pair) for pair in pairwise(bounds)]
-        each = [self._of_rows(given, x)._coarse(given.part(x)) for x in rows]
-        most = max(x.shape[3] for _, x in each)
-        wide = [torch.nn.functional.pad(x, (0, most - x.shape[3]), value=-1) for _, x in each]
-        coarse = None if given.gates[0] is None else torch.cat([x for x, _ in each], dim=1)
-        return self._sum(replace(given, starts=bounds), coarse, torch.cat(wide, dim=1))
+        given = replace(given, starts=bounds)
+        return self._sum(given, *self._coarse_of_packed(given))
+
+    def _coarse_of_packed(self, given: _Given) -> tuple[Any, Any]:
+        """What _coarse gives, of sequences that lie behind each other."""
+        q, starts, blocks = given.q, given.starts or [0], given.blocks
+        if given.gates[0] is None and blocks is not None:
+            return None, blocks
+        every = packed.Sequences(tuple(starts), self.block, q.device)
+        task = self._selected_task(given) if every.firsts[-1] and not _on_cpu(q) else None
+        if task is None or not packed.fits(task, every):
+            rows = [slice(*pair) for pair in pairwise(starts)]
+            each = [self._of_rows(given, x)._coarse(given.part(x)) for x in rows]
+            most = max(x.shape[3] for _, x in each)
+            wide = [torch.nn.functional.pad(x, (0, most - x.shape[3]), value=-1) for _, x in each]
+            coarse = None if given.gates[0] is None else torch.cat([x for x, _ in each], dim=1)
+            return coarse, torch.cat(wide, dim=1)
+        pools = self._pooled([every.in_blocks(x) for x in (given.k, given.v)])
+        coarse, lse = packed.compressed(every, q, *pools, self.scale)
+        if blocks is None:
+            choice = Choice(q, pools[0], lse, q.shape[1], self.block, self.scale)
+            with torch.no_grad():
+                found = packed.blocks(task, every, choice, most_of(self.counts))
+            blocks = limited(found, self.counts)
+        return coarse, blocks
 
     def _of_rows(self, given: _Given, rows: slice) -> _Call:
         """The settings for some tokens."""
@@ -234,13 +250,13 @@ class _Call:
         """What the compressed branch gives, None if there is none, and the blocks."""
         blocks, coarse = given.blocks, None
         if given.gates[0] is not None or blocks is None:
-            pools = self._pools(given)
+            pools = self._pooled([in_blocks(x, self.block) for x in (given.k, given.v)])
             coarse, lse = self._compressed(given, *pools)
         if blocks is None:
             choice = Choice(given.q, pools[0], lse, given.k.shape[1], self.block, self.scale)
             by_pytorch = _on_cpu(given.q) or not (given.q.numel() and pools[0].numel())
             task = None if by_pytorch else self._selected_task(given)
-            steps = (partial(_weigh, task), partial(_pick, task)) if task else (weights, heaviest)
+            steps = (partial(weigh, task), partial(pick, task)) if task else (weights, heaviest)
             with torch.no_grad():
                 blocks = choice.blocks(self.counts, *steps)
         return coarse, blocks
@@ -256,9 +272,8 @@ class _Call:
             out = torch.addcmul(out, latest, window[..., None].to(out.dtype))
         return out, blocks
 
-    def _pools(self, given: _Given) -> tuple[Any, Any]:
+    def _pooled(self, whole: list[Any]) -> tuple[Any, Any]:
         """A key and a value for each whole block."""
-        whole = [in_blocks(x, self.block) for x in (given.k, given.v)]
         found = self.compress(*whole)
         for name, x, y in zip("kv", whole, found, strict=True):
             wanted = (*x.shape[:2], *x.shape[3:])
@@ -355,7 +370,7 @@ class _Selected:
 
     def forward(self, gate: Any = None) -> tuple[Any, Any]:
         """O, (batch, tokens, heads, dim), times its gate, and LSE, (batch, heads, tokens)."""
-        wanted = _Own(self.task, None, program=SelectedForward if gate is None else SelectedGated)
+        wanted = Own(self.task, None, program=SelectedForward if gate is None else SelectedGated)
         check = partial(_check, self.task.spec, partial(self._rows, gate))
         given = self._tensors() | self._merged(wanted.order)
         if gate is not None:
@@ -376,12 +391,12 @@ class _Selected:
         more = {"do": grad.transpose(1, 2), "lse": lse, "delta": delta.contiguous()}
         given, exactly = self._tensors() | more, is_deterministic(None)
         check = partial(self._check_gradients, grad)
-        wanted = _Own(self.task, None, program=SelectedKeys if exactly else SelectedBackward)
+        wanted = Own(self.task, None, program=SelectedKeys if exactly else SelectedBackward)
         keys, most = wanted.order.keys, None if exactly else _MOST_QUERIES
         items = lists.by_tile(self._tiles(keys), self.given.every_tile(keys), most)
         found = wanted.run(given | items, {}, check)
         if exactly:
-            apart = _Own(self.task, None, program=SelectedQueries)
+            apart = Own(self.task, None, program=SelectedQueries)
             found |= apart.run(given | self._merged(apart.order), {}, check)
         return [found[f"d{name}"].transpose(1, 2) for name in "qkv"]
 
@@ -402,89 +417,6 @@ class _Selected:
                 continue  # another kernel gives it
             ours = results[f"d{name}"].transpose(1, 2)
             check_gradient(self.task.spec, f"d{name}", ours, right)
-
-
-@dataclass(frozen=True)
-class _Own(Wanted):
-    """A kernel whose program is written here."""
-
-    program: type[SelectedProgram] = SelectedForward
-
-    @cached_property
-    def order(self) -> Any:
-        """What the store finds or makes."""
-        return self.program(self.task.card, self.task.spec)
-
-
-def _weigh(task: Task, choice: Choice, rows: slice) -> Any:
-    """How much groups attend to blocks, by a kernel (selection.Weigh)."""
-    wanted, wide = _Own(task, None, program=BlockWeights), -(-choice.count // 8) * 8
-    program, means = wanted.order, choice.means.transpose(1, 2)
-    padded = torch.nn.functional.pad(means, (0, 0, 0, wide - means.shape[2]))
-    count, group = rows.stop - rows.start, task.spec.group
-    own = torch.arange(count, device=choice.q.device) % program.queries
-    of_query = torch.nn.functional.one_hot(own, program.columns).half()
-    tensors = {
-        "q": choice.q[:, rows].transpose(1, 2),
-        "k": padded,
-        "lse": choice.lse[:, :, rows],
-        "own": of_query[:, None].expand(count, group, program.columns),
-    }
-    behind = choice.q.shape[1] - rows.stop
-
-    def sums(found: Mapping[str, Any]) -> Any:
-        """(batch, kv heads, queries, blocks)"""
-        if group == 1:
-            return found["sums"].mT.contiguous()
-        tiled = found["sums"][..., : program.queries].mT  # (.., tiles, queries of a tile, blocks)
-        return tiled.flatten(2, 3)[:, :, :count].contiguous()
-
-    check = partial(_check_weights, choice, rows, sums)
-    sizes = {"tokens": choice.keys - behind, "heads": choice.q.shape[2]}
-    return sums(wanted.run(tensors, sizes, check))
-
-
-def _check_weights(
-    choice: Choice, rows: slice, sums: Callable[[Any], Any], results: Mapping[str, Any]
-) -> None:
-    """Raise WrongKernel if the first weights are not PyTorch's, in some rows."""
-    ours, limit = sums(results), LIMIT[DTYPES[str(choice.q.dtype).removeprefix("torch.")]]
-    for row in torch.linspace(0, ours.shape[2] - 1, min(ROWS, ours.shape[2])).long().tolist():
-        query = rows.start + row
-        right = weights(choice, slice(query, query + 1))[:, :, 0]
-        off = (ours[:, :, row, : choice.count] - right).abs().amax(-1) / right.amax(-1).clamp(
-            min=1e-3
-        )
-        if not float(off.max()) < limit:
-            raise WrongKernel(
-                f"a new kernel is wrong: the weights of blocks of query {query} are "
-                f"{float(off.max()):.2g} of the largest from PyTorch's. Please report the shapes"
-            )
-
-
-def _pick(task: Task, weights: Any, own: Any, most: int) -> Any:
-    """The blocks that queries read, by a kernel (selection.Pick)."""
-    wanted = _Own(task, None, program=HeaviestBlocks)
-    rows = wanted.order.rows
-    far = torch.nn.functional.pad(own, (0, -len(own) % rows)).unflatten(0, (-1, rows)).amax(1)
-    tensors = {"weights": weights, "own": own.int(), "far": far.int()}
-    check = partial(_check_picked, weights, own)
-    sizes = {"slots": most, "heads": task.spec.heads}
-    return wanted.run(tensors, sizes, check)["found"].mT
-
-
-def _check_picked(weights: Any, own: Any, results: Mapping[str, Any]) -> None:
-    """Raise WrongKernel if the first blocks are not as heavy as PyTorch's, in some rows."""
-    found = results["found"].mT
-    for row in torch.linspace(0, len(own) - 1, min(ROWS, len(own))).long().tolist():
-        some, ours = weights[:, :, row : row + 1].float(), found[:, :, row : row + 1].long()
-        right = heaviest(some, own[row : row + 1], ours.shape[3])
-        heavy = [some.gather(3, x.clamp(min=0)).masked_fill(x < 0, -1) for x in (ours, right)]
-        twice = (ours[..., :, None] == ours[..., None, :]) & (ours >= 0)[..., None]
-        fixed = torch.equal(ours[..., :3], right[..., :3])
-        if not fixed or not torch.equal(*heavy) or int(twice.sum()) != int((ours >= 0).sum()):
-            text = f"a new kernel is wrong: the blocks of query {row} are not the heaviest"
-            raise WrongKernel(f"{text}. Please report the shapes")
 
 
 class _WithGradients(torch.autograd.Function):  # type: ignore[misc]

@@ -68,18 +68,29 @@ class Choice:
         where there is none: its own, the first and the one before its own, then those to whose
         means the heads of its group attend most together, all before its own."""
         batch, queries, heads, _ = self.q.shape
-        kv_heads, differ = self.means.shape[2], isinstance(counts, torch.Tensor)
-        most = int(counts.max()) if differ else counts
+        kv_heads, most = self.means.shape[2], most_of(counts)
         held = batch * (heads if self.q.is_cpu else kv_heads) * self.count
         step = max(1, _ROOM // max(1, held))
         parts = [slice(n, min(n + step, queries)) for n in range(0, queries, step)]
-        found = [pick(weigh(self, rows), self.own[rows], most).int() for rows in parts]
-        none = self.q.new_empty(batch, kv_heads, 0, most, dtype=torch.int32)
-        every = torch.cat(found or [none], dim=2).transpose(1, 2)
-        if differ:
-            beyond = torch.arange(most, device=self.q.device) >= counts[..., None]
-            every = every.masked_fill(beyond, -1)
-        return every
+        found = [pick(weigh(self, rows), self.own[rows], most) for rows in parts]
+        none = self.q.new_empty(batch, kv_heads, 0, most)
+        return limited(torch.cat(found or [none], dim=2), counts)
+
+
+def most_of(counts: Any) -> int:
+    """The most blocks that a query reads."""
+    if not isinstance(counts, torch.Tensor):
+        return int(counts)
+    return int(counts.max()) if counts.numel() else 0
+
+
+def limited(found: Any, counts: Any) -> Any:
+    """The first `counts` of the blocks that were found, with kv heads behind queries."""
+    found = found.transpose(1, 2).int()
+    if not isinstance(counts, torch.Tensor):
+        return found
+    beyond = torch.arange(found.shape[3], device=found.device) >= counts[..., None]
+    return found.masked_fill(beyond, -1)
 
 
 Weigh = Callable[[Choice, slice], Any]

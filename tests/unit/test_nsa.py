@@ -18,6 +18,7 @@ from flashwright.generate.own_program import OwnProgram
 from flashwright.generate.selected import (
     BlockWeights,
     HeaviestBlocks,
+    PackedWeights,
     SelectedBackward,
     SelectedForward,
     SelectedGated,
@@ -35,7 +36,7 @@ import flashwright  # noqa: E402
 from flashwright.flex import attention as flex  # noqa: E402
 from flashwright.flex.task import Task, WrongKernel  # noqa: E402
 from flashwright.serving import kernels  # noqa: E402
-from flashwright.sparse import lists, nsa, reference, selection  # noqa: E402
+from flashwright.sparse import choose, lists, nsa, reference, selection  # noqa: E402
 from tests.share import some  # noqa: E402
 from tests.unit.emulated import launched_in_order, needs_compilers  # noqa: E402
 from tests.unit.uncompiled import CARD, interpret_operators, make_own, without_compiler  # noqa: E402
@@ -257,9 +258,9 @@ def test_the_heaviest_blocks_by_a_kernel(
     """As torch.topk chooses them; of those that are as heavy, the first ones. There may be fewer
     blocks than are wanted, and more columns than blocks."""
     spec = make_spec("nsa-selected", heads=4, kv_heads=2, head_dim=64, dtype="bf16")
-    pick = partial(nsa._pick, Task(spec, CARD))
+    pick = partial(choose.pick, Task(spec, CARD))
     own = torch.arange(70) // 3
-    weights = torch.rand(1, 2, 70, 24).half()
+    weights = torch.rand(1, 2, 70, 24).argsort(-1).half() / 24
     for most in (1, 2, 3, 9):
         found, right = pick(weights, own, most), selection.heaviest(weights, own, most)
         assert torch.equal(found.long().sort(-1).values, right.sort(-1).values)
@@ -316,6 +317,35 @@ def test_packed_sequences_share_kernels(
     torch.testing.assert_close(found[0], torch.cat(alone, dim=1), atol=0.02, rtol=0.02)
     for ours, right in zip(found, results(), strict=True):
         assert (ours.float() - right.float()).norm() < 0.02 * right.float().norm()
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_packed_sequences_share_what_has_to_do_with_whole_blocks(
+    heads: int, on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compressed branch and the choice of blocks are a launch each; blocks are counted in each
+    sequence, one of which has none that is whole."""
+    q, k, v, *gates = (x[:1] for x in half(330, heads, 2))
+    starts, how = torch.tensor([0, 100, 100, 110, 330]), {**HOW, "block_size": 16}
+    counts = torch.randint(1, 5, (1, 330, 2))
+    grad = torch.randn(1, 330, heads, 32).bfloat16()
+
+    def results() -> list[Any]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v[..., :32], gates[0])]
+        more = {**how, "block_counts": counts, "cu_seqlens": starts}
+        out, blocks = flashwright.nsa(*leaves, gates[1], **more, return_block_indices=True)
+        return [blocks, out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    found = results()
+    assert on_gpu[:4] == [("O", "LSE"), ("Sums",), ("Found",), ("O", "LSE")]
+    monkeypatch.setattr(nsa, "_on_cpu", lambda tensor: True)
+    right = results()
+    same = (found[0].sort(-1).values == right[0].sort(-1).values).all(-1)
+    assert (
+        same.float().mean() > 0.99
+    )  # the others have two blocks that are as heavy, but for rounding
+    for ours, wanted in zip(found[1:], right[1:], strict=True):
+        assert (ours.float() - wanted.float()).norm() < 0.03 * wanted.float().norm()
 
 
 def test_wrong_gradients_are_found(
@@ -467,3 +497,37 @@ def test_the_kernels_that_are_made_compute_it(gpu: str, tmp_path: Path) -> None:
     picks = {"Weights": of_blocks, "Own": stands, "Far": stands[-1:]}
     heavy = HeaviestBlocks(card, spec)
     emulated(heavy, picks, dims | {"kv_len": 72, "slots": 16}, tmp_path / "heaviest")
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_the_weights_of_packed_sequences(gpu: str, tmp_path: Path) -> None:
+    """Compiled, and under emulation: each sequence has its own blocks and tiles of queries."""
+    settings = {"heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "bf16", "selected_block": 16}
+    order = PackedWeights(gpus.find(gpu), make_spec("nsa-selected", **settings))
+    starts, rng = np.array([0, 40, 45, 85], np.int32), np.random.default_rng(0)
+    firsts = np.array([0, 2, 2, 4], np.int32)
+    numbers = {"Q": (85, 2, 4, 64), "K": (2, 4, 64)}
+    given: dict[str, Any] = {
+        name: rng.standard_normal(shape).astype(ml_dtypes.bfloat16)
+        for name, shape in numbers.items()
+    }
+    given["LSE"] = rng.standard_normal((85, 2, 4)).astype(np.float32) + 4
+    own = np.eye(order.columns)[np.arange(40) % order.queries][:, None]
+    given["Own"] = np.repeat(own, 4, axis=1).astype(np.float16)
+    given |= {"StartsQ": starts, "StartsK": firsts}
+    dims = {"batch": 3, "heads": 8, "kv_heads": 2, "q_len": 40, "kv_len": 2}
+    dims |= {"q_tokens": 85, "kv_tokens": 4}
+    order.make(tmp_path, False)
+    wanted = interpret_all(Kernels(tuple(check(parse(order.code)).kernels)), given, dims)["Sums"]
+
+    def of_heads(x: Any) -> Any:
+        return np.ascontiguousarray(np.moveaxis(x.reshape(85, 8, *x.shape[3:]), 0, 1))
+
+    callers = {**given, "Q": of_heads(given["Q"]), "LSE": of_heads(given["LSE"])}
+    found = launched_in_order(tmp_path, callers, dims)["Sums"]
+    tiles = -(-40 // order.queries)
+    assert found.shape == wanted.shape == (2, tiles, 4, order.columns)
+    assert np.abs(wanted).max() > 0.01
+    np.testing.assert_allclose(found.astype(np.float32), wanted, atol=2e-3, rtol=0.02)
