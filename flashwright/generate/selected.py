@@ -339,65 +339,6 @@ Allocate Sums in global (B: batch, H: kv_heads, N: kv_len, L: q_len) as fp16
 """,
 }
 
-_HEAVIEST = """\
-// The blocks that each query reads: its own, the first, the one before its own, then in each turn
-// the heaviest of those that are left, in their order if several are as heavy.
-param BM = {rows}
-param BN = {keys}
-param Warps = {warps}
-dim slots
-
-grid block_idx = 0:q_len / BM, kv_head = 0:kv_heads, batch_idx = 0:batch
-
-Allocate Weights in global (B: batch, H: kv_heads, Q: q_len, L: kv_len) as fp16
-Allocate Own in global (Q: q_len) as int32
-Allocate Far in global (T: ceil(q_len / BM)) as int32
-Allocate Found in global (B: batch, H: kv_heads, J: slots, Q: q_len) as int32
-Allocate S in register (BM, BN) as fp32
-Allocate Here in register (BM) as fp32
-Allocate HerePlace in register (BM) as fp32
-Allocate Most in register (BM) as fp32
-Allocate Place in register (BM) as fp32
-Allocate Last in register (BM) as fp32
-Allocate LastPlace in register (BM) as fp32
-
-let far = Far[block_idx]
-Copy Own (BM) in coordinate [Q = block_idx] from global to register
-Copy Own (BM) in coordinate [B = batch_idx, H = kv_head, J = 0, Q = block_idx]
-  from register to global and get Found
-if slots > 1
-  Compute where(Own > 0, 0, -1) and get Place
-  Copy Place (BM) in coordinate [B = batch_idx, H = kv_head, J = 1, Q = block_idx]
-    from register to global and get Found
-end
-if slots > 2
-  Compute where(Own > 1, Own - 1, -1) and get Place
-  Copy Place (BM) in coordinate [B = batch_idx, H = kv_head, J = 2, Q = block_idx]
-    from register to global and get Found
-end
-Compute inf and get Last
-Compute 0 and get LastPlace
-for j = 3:slots
-  Compute -1 and get Most
-  Compute -1 and get Place
-  for i = 0:min(kv_len, far - 1) / BN
-    Copy Weights (BM, BN) in coordinate [B = batch_idx, H = kv_head, Q = block_idx, L = i]
-      from global to register
-    Compute where(Weights < Last or (Weights == Last and kv_idx > LastPlace), Weights, -inf)
-      and get S
-    Compute Mask S where kv_idx < kv_len and kv_idx > 0 and kv_idx < Own - 1
-    Compute rowmax(S) and get Here
-    Compute -rowmax(where(S == Here and kv_idx < kv_len, -kv_idx, -inf)) and get HerePlace
-    Compute where(Here > Most, HerePlace, Place) and get new Place
-    Compute max(Here, Most) and get new Most
-  end
-  Compute Most and get new Last
-  Compute Place and get new LastPlace
-  Copy Place (BM) in coordinate [B = batch_idx, H = kv_head, J = j, Q = block_idx]
-    from register to global and get Found
-end
-"""
-
 _KEYS = 64
 """Keys of a tile at the most."""
 
@@ -614,19 +555,3 @@ class PackedWeights(BlockWeights):
     def code(self) -> str:
         """The program."""
         return format_tree(packed(parse(self._with(_OF_GROUPS | {"tokens": "", "shift": ""}))))
-
-
-@dataclass(frozen=True)
-class HeaviestBlocks(SelectedProgram):
-    """Which blocks each query reads, by how much its group attends to them."""
-
-    rows = 64
-
-    @property
-    def code(self) -> str:
-        """The program."""
-        return _HEAVIEST.format(rows=self.rows, keys=_KEYS, warps=self.rows // 16)
-
-    def in_words(self) -> str:
-        """What it computes, for a line of progress."""
-        return f"the heaviest blocks of {self.spec.in_words}; {self.gpu.title}"

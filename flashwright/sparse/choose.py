@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from flashwright.flex.task import DTYPES, LIMIT, ROWS, Task, WrongKernel
+from flashwright.generate.block_lists import HeaviestBlocks, MergedLists
 from flashwright.generate.selected import (
     BlockWeights,
-    HeaviestBlocks,
     SelectedForward,
     SelectedProgram,
 )
 from flashwright.serving.kernels import Wanted
+from flashwright.sparse import lists
 from flashwright.sparse.selection import Choice, heaviest, weights
 
 
@@ -31,6 +32,29 @@ class Own(Wanted):
     def order(self) -> Any:
         """What the store finds or makes."""
         return self.program(self.task.card, self.task.spec)
+
+
+@dataclass(frozen=True)
+class _Heaviest(Wanted):
+    """The kernel that chooses by weights."""
+
+    @cached_property
+    def order(self) -> HeaviestBlocks:
+        """What the store finds or makes."""
+        return HeaviestBlocks(self.task.card)
+
+
+@dataclass(frozen=True)
+class _Merged(Wanted):
+    """The kernel that merges what queries name."""
+
+    queries: int = 1
+    slots: int = 1
+
+    @cached_property
+    def order(self) -> MergedLists:
+        """What the store finds or makes."""
+        return MergedLists(self.task.card, self.task.spec.selected_block, self.queries, self.slots)
 
 
 def weigh(task: Task, choice: Choice, rows: slice) -> Any:
@@ -86,8 +110,7 @@ def own_columns(program: BlockWeights, queries: int, device: Any) -> Any:
 
 def pick(task: Task, weights: Any, own: Any, most: int) -> Any:
     """The blocks that queries read, by a kernel (selection.Pick)."""
-    wanted = Own(task, None, program=HeaviestBlocks)
-    rows = wanted.order.rows
+    wanted, rows = _Heaviest(task, None), HeaviestBlocks.rows
     far = torch.nn.functional.pad(own, (0, -len(own) % rows)).unflatten(0, (-1, rows)).amax(1)
     tensors = {"weights": weights, "own": own.int(), "far": far.int()}
     check = partial(_check_picked, weights, own)
@@ -107,3 +130,46 @@ def _check_picked(weights: Any, own: Any, results: Mapping[str, Any]) -> None:
         if not fixed or not torch.equal(*heavy) or int(twice.sum()) != int((ours >= 0).sum()):
             text = f"a new kernel is wrong: the blocks of query {row} are not the heaviest"
             raise WrongKernel(f"{text}. Please report the shapes")
+
+
+def merged(
+    task: Task, forward: SelectedForward, blocks: Any, place: Any, first: Any, keys: int
+) -> lists.Lists:
+    """What each group of neighbouring queries reads of so many keys, as lists.merged has it: by a
+    kernel, or by PyTorch where a block is several tiles or queries name too many. The others are
+    the arguments of lists.tiles_of."""
+    block, queries, slots = task.spec.selected_block, forward.queries, -(-blocks.shape[3] // 8) * 8
+    wanted = _Merged(task, None, queries=queries, slots=slots)
+
+    def by_pytorch() -> lists.Lists:
+        return lists.merged(lists.tiles_of(blocks, block, forward.keys, place, first), queries)
+
+    if forward.keys != block or not wanted.order.fits(keys):
+        return by_pytorch()
+    behind = -len(place) % queries
+    room = (0, slots - blocks.shape[3], 0, 0, 0, behind)
+    named = torch.nn.functional.pad(blocks, room, value=-1).unflatten(1, (-1, queries))
+    places = torch.stack(((place - first) // block, first)).int()
+    own, begin = torch.nn.functional.pad(places, (0, behind)).unflatten(1, (-1, queries)).mT
+    tensors = {
+        "blocks": named.permute(0, 3, 2, 1, 4),
+        "own": own.contiguous(),
+        "first": begin.contiguous(),
+    }
+    sizes = {"turns": queries * blocks.shape[3], "heads": task.spec.heads}
+    sizes |= {"q_len": len(place), "kv_len": keys}
+    found = wanted.run(tensors, sizes, partial(_check_merged, by_pytorch))
+    return {n: x.mT.contiguous() if x.ndim == 4 else x for n, x in found.items()}
+
+
+def _check_merged(by_pytorch: Callable[[], lists.Lists], results: Mapping[str, Any]) -> None:
+    """Raise WrongKernel if the first lists are not PyTorch's."""
+    wanted, turns = by_pytorch(), results["tile"].shape[2]
+    listed = torch.arange(turns) < wanted["count"].cpu()[..., None]
+    for name, every in wanted.items():
+        ours, right = results[name].cpu(), every.cpu()
+        if ours.ndim == 4:
+            ours, right = ours.mT[listed], right[..., :turns][listed]
+        if not torch.equal(ours, right):
+            text = f"a new kernel is wrong: `{name}` of the blocks that queries read together"
+            raise WrongKernel(f"{text} is not PyTorch's. Please report the shapes")

@@ -38,7 +38,7 @@ from flashwright.serving.kernels import Wanted
 from flashwright.serving.reference import check_gradient
 from flashwright.serving.varlen import flash_attn_varlen_func
 from flashwright.sparse import lists, packed, reference
-from flashwright.sparse.choose import Own, pick, weigh
+from flashwright.sparse.choose import Own, merged, pick, weigh
 from flashwright.sparse.selection import (
     Choice,
     heaviest,
@@ -366,7 +366,8 @@ class _Selected:
 
     def _merged(self, order: SelectedForward) -> dict[str, Any]:
         """What neighbouring queries read."""
-        return lists.merged(self._tiles(order.keys), order.queries)
+        where = (self.given.place, self.given.first)
+        return merged(self.task, order, self.blocks, *where, self.given.k.shape[1])
 
     def forward(self, gate: Any = None) -> tuple[Any, Any]:
         """O, (batch, tokens, heads, dim), times its gate, and LSE, (batch, heads, tokens)."""

@@ -14,10 +14,10 @@ import pytest
 from flashwright import gpu as gpus
 from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check
+from flashwright.generate.block_lists import HeaviestBlocks, MergedLists
 from flashwright.generate.own_program import OwnProgram
 from flashwright.generate.selected import (
     BlockWeights,
-    HeaviestBlocks,
     PackedWeights,
     SelectedBackward,
     SelectedForward,
@@ -42,6 +42,7 @@ from tests.unit.emulated import launched_in_order, needs_compilers  # noqa: E402
 from tests.unit.uncompiled import CARD, interpret_operators, make_own, without_compiler  # noqa: E402
 
 BLOCK = 16
+LISTS = ("Tile", "Named", "Count")
 
 
 def tensors(tokens: int, heads: int, kv_heads: int, kind: Any = torch.float32) -> list[Any]:
@@ -214,7 +215,8 @@ def test_kernels_compute_it(
     q, k, v, *gates = half(150, heads, 2)
     v = torch.cat((v, v), dim=3)[..., :64]
     out, blocks = flashwright.nsa(q, k, v, *gates, **HOW, return_block_indices=True)
-    assert on_gpu == [("O", "LSE"), ("Sums",), ("Found",), ("O", "LSE")]
+    merged = [LISTS] * (heads == 2)  # of more queries in a tile by PyTorch
+    assert on_gpu == [("O", "LSE"), ("Sums",), ("Found",), *merged, ("O", "LSE")]
     monkeypatch.setattr(nsa, "_on_cpu", lambda tensor: True)
     _, right = flashwright.nsa(q, k, v, *gates, **HOW, return_block_indices=True)
     assert torch.equal(blocks, right)
@@ -272,6 +274,37 @@ def test_the_heaviest_blocks_by_a_kernel(
     assert set(found[3:]) == {*better, *rest}
 
 
+def test_lists_of_neighbouring_queries_by_a_kernel(on_gpu: list[tuple[str, ...]]) -> None:
+    """As PyTorch makes them: sorted, each block once for those that name it, twice if one names it
+    twice. Sequences begin within a group of queries; blocks behind a query are left out."""
+    spec = make_spec("nsa-selected", heads=32, kv_heads=2, head_dim=64, dtype="bf16")
+    task = Task(spec, CARD)
+    forward = SelectedForward(CARD, spec)
+    assert forward.queries == 4
+    place, first = torch.arange(150), (torch.arange(150) >= 70) * 70
+    blocks = torch.randint(-1, 3, (1, 150, 2, 6)).int()
+    found = choose.merged(task, forward, blocks, place, first, 150)
+    right = lists.merged(lists.tiles_of(blocks, 64, 64, place, first), 4)
+    assert on_gpu == [LISTS]
+    assert torch.equal(found["count"], right["count"])
+    assert int(found["count"].max()) > 4  # some are listed twice
+    listed = torch.arange(24) < found["count"][..., None]
+    for name in ("tile", "named"):
+        assert torch.equal(found[name][..., :24][listed], right[name][..., :24][listed]), name
+
+
+def test_wrong_lists_are_found(
+    on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = MergedLists.code.fget  # type: ignore[attr-defined]
+    wrong = property(lambda order: right(order).replace("> Listed, 1, 0)", "> Listed, 0, 0)"))
+    monkeypatch.setattr(MergedLists, "code", wrong)
+    spec = make_spec("nsa-selected", heads=32, kv_heads=2, head_dim=64, dtype="bf16")
+    blocks, place = torch.zeros(1, 20, 2, 2).int(), torch.arange(20)
+    with pytest.raises(WrongKernel, match="is not PyTorch's"):
+        choose.merged(Task(spec, CARD), SelectedForward(CARD, spec), blocks, place, place * 0, 20)
+
+
 @pytest.mark.parametrize("sizes", some([(4, 64), (4, 128), (10, 48), (2, 16)]))
 def test_gradients_by_kernels(
     sizes: tuple[int, int], on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
@@ -288,7 +321,7 @@ def test_gradients_by_kernels(
         return torch.autograd.grad(out, leaves, grad)
 
     found = gradients()
-    assert on_gpu == [("O", "LSE"), ("dK", "dV", "dQ")]
+    assert on_gpu[-2:] == [("O", "LSE"), ("dK", "dV", "dQ")]
     monkeypatch.setattr(nsa, "_on_cpu", lambda tensor: True)
     for ours, right in zip(found, gradients(), strict=True):
         assert (ours.float() - right.float()).norm() < 0.02 * right.float().norm()
@@ -319,16 +352,16 @@ def test_packed_sequences_share_kernels(
         assert (ours.float() - right.float()).norm() < 0.02 * right.float().norm()
 
 
-@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("heads", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_packed_sequences_share_what_has_to_do_with_whole_blocks(
     heads: int, on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compressed branch and the choice of blocks are a launch each; blocks are counted in each
     sequence, one of which has none that is whole."""
-    q, k, v, *gates = (x[:1] for x in half(330, heads, 2))
-    starts, how = torch.tensor([0, 100, 100, 110, 330]), {**HOW, "block_size": 16}
-    counts = torch.randint(1, 5, (1, 330, 2))
-    grad = torch.randn(1, 330, heads, 32).bfloat16()
+    q, k, v, *gates = (x[:1] for x in half(170, heads, 2))
+    starts, how = torch.tensor([0, 60, 60, 70, 170]), {**HOW, "block_size": 16}
+    counts = torch.randint(1, 5, (1, 170, 2))
+    grad = torch.randn(1, 170, heads, 32).bfloat16()
 
     def results() -> list[Any]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v[..., :32], gates[0])]
@@ -337,7 +370,8 @@ def test_packed_sequences_share_what_has_to_do_with_whole_blocks(
         return [blocks, out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
     found = results()
-    assert on_gpu[:4] == [("O", "LSE"), ("Sums",), ("Found",), ("O", "LSE")]
+    merged = [LISTS] * (heads == 2)
+    assert on_gpu[:4] == [("O", "LSE"), ("Sums",), ("Found",), *merged, ("O", "LSE")][:4]
     monkeypatch.setattr(nsa, "_on_cpu", lambda tensor: True)
     right = results()
     same = (found[0].sort(-1).values == right[0].sort(-1).values).all(-1)
@@ -432,7 +466,7 @@ def test_wide_heads_have_kernels_on_hopper(widths: tuple[int, int]) -> None:
     card, sizes = gpus.find("h200"), dict(zip(("head_dim", "v_dim"), widths, strict=True))
     spec = make_spec("nsa-selected", heads=8, kv_heads=2, dtype="bf16", **sizes)
     backward = (SelectedBackward, SelectedKeys, SelectedQueries)
-    for program in (SelectedForward, SelectedGated, BlockWeights, HeaviestBlocks, *backward):
+    for program in (SelectedForward, SelectedGated, BlockWeights, *backward):
         checked = check(parse(program(card, spec).code), card)
         assert not [d for d in checked.diagnostics if d.severity == "error"]
         for kernel in checked.kernels:
@@ -495,8 +529,13 @@ def test_the_kernels_that_are_made_compute_it(gpu: str, tmp_path: Path) -> None:
     of_blocks = rng.random((1, 2, tokens, 72)).astype(np.float16)
     stands = (np.arange(tokens) * 2).astype(np.int32)
     picks = {"Weights": of_blocks, "Own": stands, "Far": stands[-1:]}
-    heavy = HeaviestBlocks(card, spec)
+    heavy = HeaviestBlocks(card)
     emulated(heavy, picks, dims | {"kv_len": 72, "slots": 16}, tmp_path / "heaviest")
+
+    merging = MergedLists(card, 64, 4, 8)
+    names = {"Blocks": rng.integers(-1, 5, (1, 2, 4, 10, 8)).astype(np.int32)}
+    names |= {name: np.zeros((4, 10), np.int32) + n for n, name in ((3, "Own"), (70, "First"))}
+    emulated(merging, names, dims | {"tiles": 10, "turns": 32}, tmp_path / "merged")
 
 
 @needs_compilers
