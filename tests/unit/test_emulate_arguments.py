@@ -149,6 +149,16 @@ def test_a_header_that_is_not_found_says_how_to_find_it(file: Path) -> None:
 
 
 @needs_compilers
+def test_a_finding_in_a_kernel_of_a_header_has_its_line(tmp_path: Path) -> None:
+    (tmp_path / "deep.cuh").write_text(
+        "\n\n__global__ void f(int* y) {\n  y[threadIdx.x] = 1;\n}\n"
+    )
+    (tmp_path / "a.cu").write_text('#include "deep.cuh"\n')
+    done = flashwright.emulate.kernel(tmp_path / "a.cu")(1, 8, np.zeros(4, np.int32))
+    assert "out_of_bounds at deep.cuh:4, PTX line" in str(done)
+
+
+@needs_compilers
 def test_a_changed_header_is_compiled_again(tmp_path: Path) -> None:
     (tmp_path / "value.h").write_text("#define VALUE 1\n")
     source = tmp_path / "a.cu"
