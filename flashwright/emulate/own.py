@@ -112,6 +112,26 @@ def kernel(
     return EmulatedKernel(ptx, entry, name, text, memory=memory)
 
 
+def module_kernels(source: Path, **options: Any) -> list[EmulatedKernel]:
+    """All kernels of a file that the emulator can execute; the options are those of kernel().
+
+    Raises Failed as kernel() does, with FW831 if the file has none.
+    """
+    text, name = _read(source)
+    if _is_ptx(text):
+        ptx, text = text, ""
+    else:
+        given = {"include": (), "define": {}, "flags": (), **options}
+        folders = checked_folders([source.parent, *given.pop("include")])
+        ptx = compile_own(text, CompileOptions(include=folders, **given), name)
+    known = module_signatures(ptx, text)
+    if not known:
+        _choose(known, None, _how_to_name(text, known))
+    first = next(iter(known))
+    kernels = [EmulatedKernel(ptx, first, name, text)]
+    return kernels + [kernels[0].other(symbol) for symbol in [*known][1:]]
+
+
 def _ready_made(
     text: str, name: str, entry: str | None, arch: str, memory: Memory | None, untrusted: bool
 ) -> EmulatedKernel:
