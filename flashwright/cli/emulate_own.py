@@ -431,4 +431,5 @@ def _shortest(kernel: EmulatedKernel) -> str:
 
     name = kernel.signature.name
     short = name.rpartition("::")[2] if "<" not in name else name
-    return next((n for n in (short, name) if len(chosen(kernel.kernels, n)) == 1), kernel.entry)
+    names = (short, name, str(kernel.signature))
+    return next((n for n in names if len(chosen(kernel.kernels, n)) == 1), kernel.entry)

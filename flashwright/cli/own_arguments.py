@@ -287,6 +287,8 @@ def sample(kernel: EmulatedKernel, number: int) -> str:
     kind = parameter.type if parameter else None
     if kind is not None and kind.pointee is not None:
         dtype = _dtype_of(parameter)
+        if kind.pointee.endswith("*"):
+            return "null"
         return f"{dtype}[{_SAMPLE}]:random" if dtype else f"uint8[{_SAMPLE_BYTES}]:zeros"
     if kind is not None and kind.text == "bool":
         return "true"

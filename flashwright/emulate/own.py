@@ -155,7 +155,8 @@ def _how_to_name(text: str, known: Mapping[str, KernelSignature]) -> str:
     if not found:
         return ""
     listed = ", ".join(found)
-    return f"these templates have no instance: {listed}; name one: entry='name<arguments>'"
+    how = "name one: entry= or --kernel 'name<arguments>'"
+    return f"these templates have no instance: {listed}; {how}"
 
 
 def _confined() -> Machine:
@@ -172,10 +173,14 @@ def _read(source: str | Path) -> tuple[str, str]:
         return source, NAME
     path = Path(source)
     try:
-        return path.read_text(encoding="utf-8"), path.name
+        data = path.read_bytes()
     except OSError as error:
         text = f"cannot read {path}: {error.strerror}"
         raise Failed(Diagnostic("FW001", text)) from None
+    try:
+        return data.decode("utf-8-sig"), path.name
+    except UnicodeDecodeError:  # a comment in an old encoding
+        return data.decode("latin-1"), path.name
 
 
 def _is_ptx(text: str) -> bool:
@@ -308,7 +313,7 @@ def _choose(known: Mapping[str, KernelSignature], wanted: str | None, hint: str 
     text = "there are several kernels" if found else "there is no kernel"
     text += f" {wanted}" if wanted is not None else ""
     text += f"; the kernels are: {', '.join(shown_names(known)) or 'none'}"
-    raise Failed(Diagnostic("FW831", text, help=hint or "name one: entry="))
+    raise Failed(Diagnostic("FW831", text, help=hint or "name one: entry=, --kernel"))
 
 
 def _size(name: str, given: Size) -> list[int]:

@@ -159,6 +159,15 @@ def test_a_finding_in_a_kernel_of_a_header_has_its_line(tmp_path: Path) -> None:
 
 
 @needs_compilers
+def test_a_comment_may_be_in_an_old_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "old.cu"
+    path.write_bytes("// gr\xf6\xdfer\n__global__ void f(int* y) { *y = 1; }\n".encode("latin-1"))
+    y = np.zeros(1, np.int32)
+    assert flashwright.emulate.kernel(path)(1, 1, y).ok
+    assert y[0] == 1
+
+
+@needs_compilers
 def test_a_changed_header_is_compiled_again(tmp_path: Path) -> None:
     (tmp_path / "value.h").write_text("#define VALUE 1\n")
     source = tmp_path / "a.cu"
