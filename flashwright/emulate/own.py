@@ -18,11 +18,10 @@ from numpy.typing import DTypeLike
 from flashwright.build.compile import NAME
 from flashwright.emulate.arguments import pack, value_bytes
 from flashwright.emulate.device_memory import Array, Memory, Placeable, as_placeable
-from flashwright.emulate.emulate import LaunchResult, launch, prepare, variables_of
+from flashwright.emulate.emulate import LaunchResult, launch, parse_once, prepare, variables_of
 from flashwright.emulate.encode import MODULE, PlacedVariable
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.own_source import CompileOptions, checked_folders, compile_own
-from flashwright.emulate.parse import parse
 from flashwright.emulate.places import Extent, Origin, diagnostics
 from flashwright.emulate.profile import Profile, profile
 from flashwright.emulate.signature import (
@@ -145,7 +144,7 @@ def _ready_made(
 
 def module_signatures(ptx: str, text: str) -> dict[str, KernelSignature]:
     """The signatures of the kernels in a file of PTX that was compiled from a text."""
-    entries = parse(ptx).entries
+    entries = parse_once(ptx).entries
     return signatures({name: len(one.parameters) for name, one in entries.items()}, text)
 
 
@@ -200,7 +199,7 @@ class EmulatedKernel:
         memory: Memory | None = None,
     ) -> None:
         self.ptx, self.name, self.text, self.machine = ptx, name, text, machine
-        module = parse(ptx)
+        module = parse_once(ptx)
         counts = {name: len(one.parameters) for name, one in module.entries.items()}
         self.kernels = signatures(counts, text) if machine is here else without_types(counts)
         """The signatures of all kernels of the module, by their names in the PTX."""

@@ -14,6 +14,7 @@ from functools import cache, lru_cache
 
 _RUNTIMES = ("libstdc++.so.6", "libc++abi.so.1", "libc++abi.so", "libc++abi.dylib")
 _OPENING, _CLOSING = "<([{", ">)]}"
+_LONGEST_TEMPLATE = 2000  # characters of a template's parameters
 _WORD = re.compile(r"\w+")
 _BEFORE_NAME = ("__launch_bounds__", "__cluster_dims__", "__maxnreg__", "__attribute__")
 _QUALIFIERS = re.compile(
@@ -248,6 +249,7 @@ def _written_kernels(text: str) -> Iterator[WrittenKernel]:
 
 def _template(before: str) -> str:
     """The template parameters that end right before a declaration."""
+    before = before[-_LONGEST_TEMPLATE:]
     before = re.sub(r"(?:\s|\b(?:static|inline|extern|__forceinline__|void)\b)*$", "", before)
     if not before.endswith(">"):
         return ""

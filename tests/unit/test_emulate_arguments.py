@@ -12,7 +12,9 @@ import pytest
 
 import flashwright.emulate
 from flashwright.emulate import address, pointers, struct, tiled_tensor_map
+from flashwright.emulate.emulate import parse_once
 from flashwright.emulate.own import EmulatedKernel
+from flashwright.emulate.parse import parse
 from flashwright.emulate.signature import ParameterType, signatures, written_kernels
 from flashwright.lang.diagnostic import Failed
 from tests.unit.emulated import needs_compilers
@@ -213,6 +215,13 @@ def test_signatures_by_the_mangled_name_and_by_the_source() -> None:
     assert [one.template for one in written_kernels(source)] == ["class T, int N", ""]
     assert ParameterType("float (*) [5]").pointee == "float"
     assert ParameterType("void (*)(int)").pointee is None
+
+
+@needs_compilers
+def test_kernels_of_a_file_share_its_module_and_leave_it_as_it_is(module: EmulatedKernel) -> None:
+    module.other("scaled")
+    assert parse_once(module.ptx) is parse_once(module.ptx)
+    assert parse_once(module.ptx) == parse(module.ptx)
 
 
 # --- arguments --------------------------------------------------------------------------------
