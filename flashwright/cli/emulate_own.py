@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from flashwright.emulate.device_memory import Array
-    from flashwright.emulate.own import EmulatedKernel, LaunchReport
+    from flashwright.emulate.own import DeclaredKernel, EmulatedKernel, LaunchReport
+    from flashwright.emulate.signature import KernelSignature
 
 SUFFIXES = (".cu", ".cuh", ".ptx")
 _THREADS = 128
@@ -140,13 +141,13 @@ def _kernel(file: str, options: OwnOptions) -> EmulatedKernel:
         return flashwright.emulate.kernel(Path(file), options.kernel, **given)
 
 
-def _module(file: str, options: OwnOptions) -> list[EmulatedKernel]:
+def _module(file: str, options: OwnOptions) -> list[DeclaredKernel]:
     """All kernels of a file. Raises Failed if it has none."""
-    from flashwright.emulate.own import module_kernels
+    from flashwright.emulate.own import declared_kernels
 
     given = _compile_options(options)
     with blaming(file, _text(file)):
-        return module_kernels(Path(file), **given)
+        return declared_kernels(Path(file), **given)
 
 
 def _sizes(text: str, option: str) -> tuple[int, ...]:
@@ -379,27 +380,28 @@ def _record(
 
 
 def _list(
-    file: str, kernels: Sequence[EmulatedKernel], options: OwnOptions, as_json: bool
+    file: str, kernels: Sequence[DeclaredKernel], options: OwnOptions, as_json: bool
 ) -> NoReturn:
     """List the kernels with a command line for each. Nothing was run, so the exit code is 2."""
     from flashwright.cli import show
     from flashwright.emulate.signature import templates
 
-    commands = [_command(file, kernel, options) for kernel in kernels]
+    known = {kernel.signature.symbol: kernel.signature for kernel in kernels}
+    commands = [_command(file, kernel, known, options) for kernel in kernels]
     if as_json:
         found = [
-            {"kernel": str(kernel.signature), "symbol": kernel.entry, "command": command}
+            {"kernel": str(kernel.signature), "symbol": kernel.signature.symbol, "command": command}
             for kernel, command in zip(kernels, commands, strict=True)
         ]
         print(json.dumps({"what": file, "ok": False, "kernels": found}, indent=2))
     else:
         out = show.console()
         for kernel, command in zip(kernels, commands, strict=True):
-            known = kernel.signature.parameters
-            listed = ", ".join(map(str, known)) if known else ", ".join(names_of(kernel))
+            typed = kernel.signature.parameters
+            listed = ", ".join(map(str, typed) if typed else names_of(kernel))
             out.print(f"{kernel.signature.name}({listed})", soft_wrap=True)
             out.print(f"  {command}\n", soft_wrap=True)
-        for one in templates(_text(file), [kernel.signature for kernel in kernels]):
+        for one in templates(_text(file), [*known.values()]):
             name = one.partition("<")[0]
             out.print(f"{one}: a template without an instance: --kernel '{name}<...>'")
     raise typer.BadParameter(
@@ -409,16 +411,21 @@ def _list(
     )
 
 
-def _command(file: str, kernel: EmulatedKernel, options: OwnOptions) -> str:
+def _command(
+    file: str,
+    kernel: DeclaredKernel,
+    known: Mapping[str, KernelSignature],
+    options: OwnOptions,
+) -> str:
     """A command line that launches a kernel, with sizes to be changed."""
     from flashwright.cli.show import called
 
-    words = [called(), "emulate", file, "--kernel", _shortest(kernel)]
+    words = [called(), "emulate", file, "--kernel", _shortest(kernel.signature, known)]
     words += [word for folder in options.include for word in ("--include", str(folder))]
     words += [word for macro in options.define for word in ("--define", macro)]
     words += [word for one in options.flags for word in ("--nvcc-flag", one)]
     words += ["--arch", options.arch] if options.arch else []
-    bound = kernel.program.directives.get("reqntid") or kernel.program.directives.get("maxntid")
+    bound = kernel.directives.get("reqntid") or kernel.directives.get("maxntid")
     threads = ",".join(map(str, bound or (_THREADS,)))
     words += ["--grid", "8", "--block", threads.removesuffix(",1").removesuffix(",1")]
     for number, name in enumerate(names_of(kernel)):
@@ -426,10 +433,10 @@ def _command(file: str, kernel: EmulatedKernel, options: OwnOptions) -> str:
     return shlex.join(words)
 
 
-def _shortest(kernel: EmulatedKernel) -> str:
+def _shortest(kernel: KernelSignature, known: Mapping[str, KernelSignature]) -> str:
+    """The shortest name that is the kernel's alone."""
     from flashwright.emulate.signature import chosen
 
-    name = kernel.signature.name
-    short = name.rpartition("::")[2] if "<" not in name else name
-    names = (short, name, str(kernel.signature))
-    return next((n for n in names if len(chosen(kernel.kernels, n)) == 1), kernel.entry)
+    short = kernel.name.rpartition("::")[2] if "<" not in kernel.name else kernel.name
+    names = (short, kernel.name, str(kernel))
+    return next((name for name in names if len(chosen(known, name)) == 1), kernel.symbol)

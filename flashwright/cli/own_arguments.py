@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashwright.emulate.device_memory import Array
-    from flashwright.emulate.own import EmulatedKernel
+    from flashwright.emulate.own import DeclaredKernel, EmulatedKernel
     from flashwright.emulate.signature import ParameterSignature
 
 FORMS = (
@@ -44,7 +44,7 @@ class GivenArguments:
     """Those that the kernel may write to."""
 
 
-def names_of(kernel: EmulatedKernel) -> list[str]:
+def names_of(kernel: EmulatedKernel | DeclaredKernel) -> list[str]:
     """The names of the parameters; a number for one that is not known."""
     known = kernel.signature.parameters or ()
     names = [one.name for one in known] or [""] * len(kernel.parameters)
@@ -280,7 +280,7 @@ def expected(text: str, array: Array) -> Array:
 # --- examples ---------------------------------------------------------------------------------
 
 
-def sample(kernel: EmulatedKernel, number: int) -> str:
+def sample(kernel: EmulatedKernel | DeclaredKernel, number: int) -> str:
     """An argument that the parameter takes."""
     known = kernel.signature.parameters
     parameter, variable = known[number] if known else None, kernel.parameters[number]

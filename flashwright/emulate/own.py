@@ -24,6 +24,7 @@ from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.own_source import CompileOptions, checked_folders, compile_own
 from flashwright.emulate.places import Extent, Origin, diagnostics
 from flashwright.emulate.profile import Profile, profile
+from flashwright.emulate.ptx import Variable
 from flashwright.emulate.signature import (
     KernelSignature,
     as_instance,
@@ -111,8 +112,18 @@ def kernel(
     return EmulatedKernel(ptx, entry, name, text, memory=memory)
 
 
-def module_kernels(source: Path, **options: Any) -> list[EmulatedKernel]:
-    """All kernels of a file that the emulator can execute; the options are those of kernel().
+@dataclass(frozen=True)
+class DeclaredKernel:
+    """A kernel of a file, which the emulator has not decoded."""
+
+    signature: KernelSignature
+    parameters: tuple[Variable, ...]
+    directives: Mapping[str, tuple[int, ...]]
+    """What it demands of a launch, such as maxntid."""
+
+
+def declared_kernels(source: Path, **options: Any) -> list[DeclaredKernel]:
+    """All kernels of a file; the options are those of kernel().
 
     Raises Failed as kernel() does, with FW831 if the file has none.
     """
@@ -123,12 +134,13 @@ def module_kernels(source: Path, **options: Any) -> list[EmulatedKernel]:
         given = {"include": (), "define": {}, "flags": (), **options}
         folders = checked_folders([source.parent, *given.pop("include")])
         ptx = compile_own(text, CompileOptions(include=folders, **given), name)
-    known = module_signatures(ptx, text)
+    known, entries = module_signatures(ptx, text), parse_once(ptx).entries
     if not known:
         _choose(known, None, _how_to_name(text, known))
-    first = next(iter(known))
-    kernels = [EmulatedKernel(ptx, first, name, text)]
-    return kernels + [kernels[0].other(symbol) for symbol in [*known][1:]]
+    return [
+        DeclaredKernel(one, entries[symbol].parameters, entries[symbol].directives)
+        for symbol, one in known.items()
+    ]
 
 
 def _ready_made(

@@ -153,6 +153,21 @@ def test_without_a_launch_the_kernels_are_listed_with_commands_that_run(file: Pa
 
 
 @needs_compilers
+def test_a_kernel_that_cannot_be_emulated_does_not_hide_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "two.cu"
+    odd = 'asm volatile("nonsense.u32 %0, 1;" : "=r"(*x));'
+    path.write_text(f"__global__ void odd(int* x) {{ {odd} }}\n__global__ void fine(int* x) {{}}\n")
+    listed = Outcome("emulate", str(path))
+    assert "odd(int* x)" in listed.out
+    assert "fine(int* x)" in listed.out
+    launch = ("--grid", "1", "--block", "1", "--arg", "[1]")
+    assert Outcome("emulate", str(path), "--kernel", "fine", *launch).code == 0
+    refused = Outcome("emulate", str(path), "--kernel", "odd", *launch)
+    assert refused.code == 2
+    assert "error[FW831]: PTX line" in refused.err
+
+
+@needs_compilers
 @pytest.mark.parametrize(
     ("words", "given", "says"),
     [
