@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from flashwright.emulate.emulate import GAP, behind
 from flashwright.emulate.places import Extent
-from flashwright.emulate.structs import EMPTY, READ, READ_WRITE, Region
+from flashwright.emulate.structs import EMPTY, READ, READ_WRITE, UNSET, Region
 from flashwright.emulate.tensor_map import encode_tensor_map
 
 Array = NDArray[Any]
@@ -161,7 +161,9 @@ class Memory:
         for one in self._allocations:
             written = [w for start, end, w in spans if one.overlaps(start, end)]
             may = any(written) if written else any(k.array.flags.writeable for k in one.arrays)
-            use = EMPTY if one.marks is not None else READ_WRITE if may else READ
+            use = READ_WRITE if may else READ
+            if one.marks is not None:
+                use = EMPTY if may else UNSET
             region = Region(one.base, one.size, one.start, use)
             region.marks = one.marks.ctypes.data if one.marks is not None else None
             found.append(region)

@@ -280,6 +280,9 @@ def test_const_is_only_for_reading_and_void_takes_all(module: EmulatedKernel) ->
     source = "__global__ void f(const int* x) { const_cast<int*>(x)[0] = 1; }\n"
     done = flashwright.emulate.kernel(source)(1, 1, np.zeros(4, np.int32))
     assert [f.kind for f in done.findings] == ["read_only"]
+    unset = flashwright.emulate.empty(np.zeros(8, np.float32))
+    done = module.other("shifted")(1, 32, unset, x, 8)
+    assert {f.kind for f in done.findings} == {"unwritten"}, "const, and not set"
 
 
 @needs_compilers
