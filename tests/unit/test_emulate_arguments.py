@@ -113,6 +113,7 @@ def test_a_header_beside_the_file_is_found_and_an_instance_is_compiled(file: Pat
     assert "behind the end of `y`" in str(done)
 
 
+@pytest.mark.slow
 @needs_compilers
 def test_an_instance_by_arguments_that_the_demangler_writes_otherwise(file: Path) -> None:
     y = np.zeros(1, np.int32)
@@ -138,6 +139,7 @@ def test_names_as_the_source_has_them(module: EmulatedKernel) -> None:
     )
 
 
+@pytest.mark.slow
 @needs_compilers
 def test_a_header_that_is_not_found_says_how_to_find_it(file: Path) -> None:
     with pytest.raises(Failed, match=r"(?s)helpers.cuh: No such file.*include=\["):
