@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".cu", ".cuh", ".ptx")
 _THREADS = 128
+_LONGEST_NAME = 80  # characters of an instance's name in a command; CuTe's have thousands
 
 
 @dataclass(frozen=True)
@@ -437,6 +438,7 @@ def _shortest(kernel: KernelSignature, known: Mapping[str, KernelSignature]) -> 
     """The shortest name that is the kernel's alone."""
     from flashwright.emulate.signature import chosen
 
-    short = kernel.name.rpartition("::")[2] if "<" not in kernel.name else kernel.name
-    names = (short, kernel.name, str(kernel))
+    bare = kernel.name.partition("<")[0]
+    own = kernel.name if "<" in kernel.name and len(kernel.name) <= _LONGEST_NAME else bare
+    names = (own.rpartition("::")[2] if own == bare else own, bare, kernel.name, str(kernel))
     return next((name for name in names if len(chosen(known, name)) == 1), kernel.symbol)

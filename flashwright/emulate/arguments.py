@@ -22,6 +22,7 @@ from flashwright.emulate.device_memory import (
     Struct,
     TensorMap,
     UsedArray,
+    as_array,
     contiguous,
     pointer_bytes,
 )
@@ -145,8 +146,9 @@ class _Parameter:
 
     def taken(self, value: Any) -> bytes | Placeable:
         """The value as bytes, or as a value whose addresses are not known yet."""
+        value = as_array(value)
         if isinstance(value, Empty):
-            value = Address(contiguous(value.array, self.name), empty=True)
+            value = Address(contiguous(as_array(value.array), self.name), empty=True)
         if isinstance(value, np.ndarray) and value.ndim:
             if self.pointee is None and value.nbytes == self.variable.size > _POINTER_BYTES:
                 return value.tobytes()  # a vector such as float4

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -87,6 +89,7 @@ class Memory:
 
     def address(self, array: Array, offset: int = 0) -> int:
         """The address of an array's element `offset`, as kernels see it."""
+        array = as_array(array)
         self.place([UsedArray("", array)])
         return self.find(array) + offset * array.itemsize
 
@@ -98,14 +101,14 @@ class Memory:
 
     def mark_written(self, array: Array) -> None:
         """Say that the host has set an array, of which a kernel may now read all."""
-        start, end = _bounds(array)
+        start, end = _bounds(as_array(array))
         for one in self._allocations:
             if one.marks is not None and one.overlaps(start, end):
                 one.marks[max(start - one.start, 0) : end - one.start] = 1
 
     def free(self, array: Array) -> None:
         """Remove an array: an access by an old pointer is out of bounds. No address is reused."""
-        start, end = _bounds(array)
+        start, end = _bounds(as_array(array))
         left = [one for one in self._allocations if not one.overlaps(start, end)]
         if len(left) == len(self._allocations):
             raise ValueError("the array is not in this memory")
@@ -312,8 +315,24 @@ class TensorMap:
         )
 
 
+def as_array(value: Any) -> Any:
+    """A tensor of PyTorch on the CPU as an array of the same memory; anything else as it is."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return value
+    name = str(value.dtype).removeprefix("torch.")
+    if value.device.type != "cpu":
+        raise TypeError(f"a tensor on {value.device.type}: the emulator takes those on the CPU")
+    if not hasattr(np, name) and value.itemsize <= 2:  # bfloat16, fp8
+        bits = torch.uint16 if value.itemsize == 2 else torch.uint8
+        array: Array = value.detach().view(bits).numpy()
+        return array.view(getattr(ml_dtypes, name))
+    return value.detach().numpy()
+
+
 def as_placeable(value: Any) -> Placeable | None:
     """A pointer as a value with an address; None for anything else."""
+    value = as_array(value)
     if isinstance(value, np.ndarray) and value.ndim:
         return Address(contiguous(value, "the array"))
     return value if isinstance(value, Address | Stored | Struct | TensorMap) else None
@@ -343,6 +362,7 @@ def pointer_bytes(name: str, value: Any) -> bytes:
 
 def make_address(array: Array, offset: int) -> Address:
     """A pointer into an array. Raises IndexError for an element that is not there."""
+    array = as_array(array)
     contiguous(array, "the array")
     if not 0 <= offset <= array.size:
         raise IndexError(f"the array has {array.size} elements, and {offset} is none of them")
@@ -360,6 +380,7 @@ def make_tensor_map(
         if not plain and value != wanted.get(name):
             text = f"tensor maps with {name}={value!r} are not emulated"
             raise ValueError(f"{text}: only {wanted.get(name, 'strides of 1')}")
+    array = as_array(array)
     made = TensorMap(array, tuple(box), swizzle, fill)
     if not array.size:
         raise ValueError("a tensor map needs an array with elements")

@@ -14,6 +14,7 @@ from functools import cache, lru_cache
 
 _RUNTIMES = ("libstdc++.so.6", "libc++abi.so.1", "libc++abi.so", "libc++abi.dylib")
 _OPENING, _CLOSING = "<([{", ">)]}"
+_LONGEST_NAME = 200  # characters of a kernel's name in a message
 _LONGEST_TEMPLATE = 2000  # characters of a template's parameters
 _WORD = re.compile(r"\w+")
 _BEFORE_NAME = ("__launch_bounds__", "__cluster_dims__", "__maxnreg__", "__attribute__")
@@ -209,9 +210,10 @@ def chosen(known: Mapping[str, KernelSignature], wanted: str) -> list[str]:
 
 
 def shown_names(known: Mapping[str, KernelSignature]) -> list[str]:
-    """The shortest readable names that tell kernels apart."""
+    """The shortest readable names that tell kernels apart, long ones cut."""
     names = [one.name for one in known.values()]
-    return [str(s) if names.count(s.name) > 1 else s.name for s in known.values()]
+    found = [str(s) if names.count(s.name) > 1 else s.name for s in known.values()]
+    return [n if len(n) <= _LONGEST_NAME else f"{n[:_LONGEST_NAME]}..." for n in found]
 
 
 # --- from the source --------------------------------------------------------------------------

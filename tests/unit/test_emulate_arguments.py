@@ -288,6 +288,20 @@ def test_const_is_only_for_reading_and_void_takes_all(module: EmulatedKernel) ->
 
 
 @needs_compilers
+def test_tensors_of_pytorch_are_arrays_of_the_same_memory(module: EmulatedKernel) -> None:
+    torch = pytest.importorskip("torch")
+    a = torch.arange(4, dtype=torch.int16).view(torch.uint16)
+    b = torch.zeros(4, dtype=torch.bfloat16)
+    assert module(1, 4, a, b, 1, True, 3).ok
+    assert b.tolist() == [5, 6, 7, 8]
+    x, y = torch.ones(4, requires_grad=True), torch.zeros(8)
+    assert module.other("shifted")(1, 32, x, address(y, 4), 4).ok
+    assert y.tolist() == [0] * 4 + [2] * 4
+    with pytest.raises(TypeError, match=r"`b`.* and the array is float32"):
+        module(1, 4, a, b.float(), 1, True, 3)
+
+
+@needs_compilers
 def test_the_same_memory_twice_and_pointers_into_it(
     module: EmulatedKernel, floats: np.ndarray[Any, Any]
 ) -> None:
