@@ -299,7 +299,7 @@ def _show(
     target = kernel.program.target
     out.print(f"{file} on the CPU, by emulation of {target}")
     launch = f"grid {options.grid}, block {options.block}"
-    out.print(f"{kernel.signature}, {launch}", soft_wrap=True)
+    out.print(f"{kernel.signature.shown}, {launch}", soft_wrap=True)
     out.print(_runs_table(runs))
     if runs[0].given.written:
         out.print(_arrays_table(runs[0]))
@@ -385,7 +385,7 @@ def _list(
 ) -> NoReturn:
     """List the kernels with a command line for each. Nothing was run, so the exit code is 2."""
     from flashwright.cli import show
-    from flashwright.emulate.signature import templates
+    from flashwright.emulate.signature import cut, templates
 
     known = {kernel.signature.symbol: kernel.signature for kernel in kernels}
     commands = [_command(file, kernel, known, options) for kernel in kernels]
@@ -399,8 +399,8 @@ def _list(
         out = show.console()
         for kernel, command in zip(kernels, commands, strict=True):
             typed = kernel.signature.parameters
-            listed = ", ".join(map(str, typed) if typed else names_of(kernel))
-            out.print(f"{kernel.signature.name}({listed})", soft_wrap=True)
+            listed = ", ".join(map(cut, map(str, typed) if typed else names_of(kernel)))
+            out.print(f"{cut(kernel.signature.name)}({listed})", soft_wrap=True)
             out.print(f"  {command}\n", soft_wrap=True)
         for one in templates(_text(file), [*known.values()]):
             name = one.partition("<")[0]
@@ -436,9 +436,10 @@ def _command(
 
 def _shortest(kernel: KernelSignature, known: Mapping[str, KernelSignature]) -> str:
     """The shortest name that is the kernel's alone."""
-    from flashwright.emulate.signature import chosen
+    from flashwright.emulate.signature import chosen, numbered
 
-    bare = kernel.name.partition("<")[0]
-    own = kernel.name if "<" in kernel.name and len(kernel.name) <= _LONGEST_NAME else bare
-    names = (own.rpartition("::")[2] if own == bare else own, bare, kernel.name, str(kernel))
+    if len(kernel.name) > _LONGEST_NAME:
+        return numbered(known, kernel.symbol)
+    own = kernel.name if "<" in kernel.name else kernel.name.rpartition("::")[2]
+    names = (own, kernel.name, str(kernel))
     return next((name for name in names if len(chosen(known, name)) == 1), kernel.symbol)

@@ -66,13 +66,15 @@ def assigned(kernel: EmulatedKernel, texts: Sequence[str], option: str) -> dict[
         number = names.index(named[1]) if named[1] in names else number
         if not 0 <= number < len(names):
             known = ", ".join(names) or "none"
-            raise BadArgument(f"{kernel.signature} has no parameter {named[1]}; they are: {known}")
+            raise BadArgument(
+                f"{kernel.signature.shown} has no parameter {named[1]}; they are: {known}"
+            )
         if number in found:
             raise BadArgument(f"{option} {named[1]} is given twice")
         found[number] = named[2]
     free = [number for number in range(len(names)) if number not in found]
     if len(unnamed) > len(free):
-        raise BadArgument(f"{unnamed[len(free)]!r} is one more than {kernel.signature} takes")
+        raise BadArgument(f"{unnamed[len(free)]!r} is one more than {kernel.signature.shown} takes")
     return found | dict(zip(free, unnamed, strict=False))
 
 
@@ -119,7 +121,9 @@ def _note(
 def _described(name: str, parameter: ParameterSignature | None) -> str:
     if parameter is None or parameter.type is None:
         return name
-    return f"{parameter.type.text} {name}"
+    from flashwright.emulate.signature import cut
+
+    return f"{cut(parameter.type.text)} {name}"
 
 
 # --- one value --------------------------------------------------------------------------------

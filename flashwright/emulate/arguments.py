@@ -27,7 +27,7 @@ from flashwright.emulate.device_memory import (
     pointer_bytes,
 )
 from flashwright.emulate.ptx import Variable
-from flashwright.emulate.signature import KernelSignature, ParameterSignature
+from flashwright.emulate.signature import KernelSignature, ParameterSignature, cut
 
 _POINTER_BYTES = 8
 _REALS = {2: "<e", 4: "<f", 8: "<d"}
@@ -100,7 +100,7 @@ def pack(
     Raises TypeError or ValueError for one that does not fit its parameter.
     """
     if len(args) != len(variables):
-        text = f"{kernel} takes {len(variables)} arguments, and {len(args)} are given"
+        text = f"{kernel.shown} takes {len(variables)} arguments, and {len(args)} are given"
         raise TypeError(text)
     known = kernel.parameters or (ParameterSignature(),) * len(variables)
     taken = [
@@ -141,6 +141,11 @@ class _Parameter:
         return self.signature.type.text if self.signature.type else ""
 
     @property
+    def shown(self) -> str:
+        """The type for messages."""
+        return cut(self.type)
+
+    @property
     def pointee(self) -> str | None:
         return self.signature.type.pointee if self.signature.type else None
 
@@ -162,7 +167,7 @@ class _Parameter:
             self._check_size(value.size)
             return value
         if self.pointee is not None and not isinstance(value, bytes | bytearray):
-            return pointer_bytes(f"{self.name} is {self.type}, and the value", value)
+            return pointer_bytes(f"{self.name} is {self.shown}, and the value", value)
         return value_bytes(self.name, value, self.variable, self.type)
 
     def _pointed(self, value: Address) -> Address:
@@ -174,17 +179,19 @@ class _Parameter:
 
     def _check_is_pointer(self) -> None:
         if self.variable.size != _POINTER_BYTES:
-            takes = f"{self.type}, " if self.type else ""
+            takes = f"{self.shown}, " if self.type else ""
             text = f"the kernel takes {takes}{self.variable.size} bytes"
             raise TypeError(f"{self.name} is an array, but {text}")
         if self.pointee is None and (self.type in DTYPES or self.variable.real):
-            raise TypeError(f"{self.name} is an array, but the kernel takes a number ({self.type})")
+            raise TypeError(
+                f"{self.name} is an array, but the kernel takes a number ({self.shown})"
+            )
 
     def _check_dtype(self, array: Array) -> None:
         wanted = dtypes_of(self.pointee or "void", array.dtype)
         if not wanted or array.dtype.name in wanted:
             return
-        text = f"{self.name} is {self.type}, and the array is {array.dtype.name}"
+        text = f"{self.name} is {self.shown}, and the array is {array.dtype.name}"
         same = np.dtype(wanted[0]).itemsize == array.itemsize if wanted else False
         way = ".view" if same else ".astype"
         raise TypeError(f"{text}: give one of {wanted[0]}, such as {way}({wanted[0]!r})")
@@ -192,7 +199,7 @@ class _Parameter:
     def _check_size(self, size: int) -> None:
         room, align = self.variable.size, self.variable.align
         if not room - align < size <= room:  # a struct may be padded at its end
-            takes = f"is {self.type}, " if self.type else "has "
+            takes = f"is {self.shown}, " if self.type else "has "
             raise TypeError(f"{self.name} {takes}{room} bytes, and {size} bytes are given")
 
 
@@ -231,7 +238,7 @@ def value_bytes(name: str, value: Any, variable: Variable, type: str = "") -> by
         return _whole(name, int(value), variable.size, type)
     kind = "floating-point number" if variable.real else "whole number"
     text = f"{name} is {value!r}, which is no {kind} of {variable.size} bytes"
-    raise TypeError(text + (f" ({type})" if type else ""))
+    raise TypeError(text + (f" ({cut(type)})" if type else ""))
 
 
 def _raw(value: Any) -> bytes | None:
@@ -246,7 +253,7 @@ def _raw(value: Any) -> bytes | None:
 def _sized(name: str, data: bytes, variable: Variable, type: str) -> bytes:
     room, align = variable.size, variable.align
     if not room - align < len(data) <= room or (align == room and len(data) != room):
-        takes = f"is {type}, " if type else "has "
+        takes = f"is {cut(type)}, " if type else "has "
         raise TypeError(f"{name} {takes}{room} bytes, and {len(data)} bytes are given")
     return data.ljust(room, b"\0")
 
@@ -268,6 +275,6 @@ def _whole(name: str, value: int, size: int, type: str) -> bytes:
         least = 0 if type.startswith("unsigned") else least
         most = most if type.startswith("unsigned") or type == "char" else most >> 1
     if not least <= value <= most:
-        kind = f"whole number of {size} bytes" + (f" ({type})" if type else "")
+        kind = f"whole number of {size} bytes" + (f" ({cut(type)})" if type else "")
         raise TypeError(f"{name} is {value!r}, which is no {kind}: {least} to {most}")
     return (value % (1 << bits)).to_bytes(size, "little")

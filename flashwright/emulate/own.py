@@ -29,6 +29,7 @@ from flashwright.emulate.signature import (
     KernelSignature,
     as_instance,
     chosen,
+    of_source,
     shown_names,
     signatures,
     templates,
@@ -139,7 +140,7 @@ def declared_kernels(source: Path, **options: Any) -> list[DeclaredKernel]:
         _choose(known, None, _how_to_name(text, known))
     return [
         DeclaredKernel(one, entries[symbol].parameters, entries[symbol].directives)
-        for symbol, one in known.items()
+        for symbol, one in of_source(known, text).items()
     ]
 
 
@@ -215,7 +216,8 @@ class EmulatedKernel:
         counts = {name: len(one.parameters) for name, one in module.entries.items()}
         self.kernels = signatures(counts, text) if machine is here else without_types(counts)
         """The signatures of all kernels of the module, by their names in the PTX."""
-        self.entry = _choose(self.kernels, entry, _how_to_name(text, self.kernels))
+        among = of_source(self.kernels, text) if entry is None else self.kernels
+        self.entry = _choose(among, entry, _how_to_name(text, self.kernels))
         self.signature = self.kernels[self.entry]
         self.parameters = module.entries[self.entry].parameters
         self.memory = memory

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 
 _RUNTIMES = ("libstdc++.so.6", "libc++abi.so.1", "libc++abi.so", "libc++abi.dylib")
 _OPENING, _CLOSING = "<([{", ">)]}"
-_LONGEST_NAME = 200  # characters of a kernel's name in a message
+_LONGEST_NAME = 80  # characters of a kernel's name in a message
 _LONGEST_TEMPLATE = 2000  # characters of a template's parameters
 _WORD = re.compile(r"\w+")
 _BEFORE_NAME = ("__launch_bounds__", "__cluster_dims__", "__maxnreg__", "__attribute__")
@@ -96,10 +96,23 @@ class KernelSignature:
         found = [str(self), self.name, _unqualified(bare) + template, bare, _unqualified(bare)]
         return tuple(_plain(one) for one in found)
 
+    @property
+    def shown(self) -> str:
+        """The same for messages, with long names cut."""
+        types = (p.type.text if p.type else "?" for p in self.parameters or ())
+        listed = f"({', '.join(map(cut, types))})" if self.parameters is not None else ""
+        return cut(self.name) + listed
+
     def __str__(self) -> str:
         if self.parameters is None:
             return self.name
         return f"{self.name}({', '.join(p.type.text if p.type else '?' for p in self.parameters)})"
+
+
+def cut(text: str) -> str:
+    """A long text by both ends: the type of a parameter begins it, its name ends it."""
+    half = _LONGEST_NAME // 2
+    return text if len(text) <= _LONGEST_NAME else f"{text[:half]} ... {text[-half:]}"
 
 
 # --- from the name ----------------------------------------------------------------------------
@@ -197,9 +210,15 @@ def _plain(name: str) -> str:
 
 
 def chosen(known: Mapping[str, KernelSignature], wanted: str) -> list[str]:
-    """The kernels of that name: a symbol, or a readable name with as much of it as is unique."""
+    """The kernels of that name: a symbol, or a readable name with as much of it as is unique.
+
+    `gemm#2` is the second one that `gemm` names.
+    """
     if wanted in known:
         return [wanted]
+    name, sign, number = wanted.rpartition("#")
+    if sign and number.isdecimal() and int(number):
+        return chosen(known, name)[int(number) - 1 : int(number)]
     plain = _plain(wanted)
     for level in range(5):
         found = [symbol for symbol, one in known.items() if one.names[level] == plain]
@@ -210,10 +229,32 @@ def chosen(known: Mapping[str, KernelSignature], wanted: str) -> list[str]:
 
 
 def shown_names(known: Mapping[str, KernelSignature]) -> list[str]:
-    """The shortest readable names that tell kernels apart, long ones cut."""
+    """The shortest readable names that tell kernels apart, long ones as numbered instances."""
     names = [one.name for one in known.values()]
     found = [str(s) if names.count(s.name) > 1 else s.name for s in known.values()]
-    return [n if len(n) <= _LONGEST_NAME else f"{n[:_LONGEST_NAME]}..." for n in found]
+    return [
+        name if len(name) <= _LONGEST_NAME else numbered(known, symbol)
+        for symbol, name in zip(known, found, strict=True)
+    ]
+
+
+def numbered(known: Mapping[str, KernelSignature], symbol: str) -> str:
+    """A short name of an instance, `gemm#2`; `gemm` if there is one."""
+    name = _unqualified(_without_arguments(known[symbol].name)[0])
+    same = chosen(known, name)
+    return name if same == [symbol] else f"{name}#{same.index(symbol) + 1}"
+
+
+def of_source(known: Mapping[str, KernelSignature], source: str) -> dict[str, KernelSignature]:
+    """The kernels that the source itself declares, or all if it declares none: libraries that it
+    includes may have their own."""
+    written = {one.name for one in _cached_kernels(source)}
+    found = {
+        symbol: one
+        for symbol, one in known.items()
+        if _unqualified(_without_arguments(one.name)[0]) in written
+    }
+    return found or dict(known)
 
 
 # --- from the source --------------------------------------------------------------------------

@@ -15,7 +15,13 @@ from flashwright.emulate import address, pointers, struct, tiled_tensor_map
 from flashwright.emulate.emulate import parse_once
 from flashwright.emulate.own import EmulatedKernel
 from flashwright.emulate.parse import parse
-from flashwright.emulate.signature import ParameterType, signatures, written_kernels
+from flashwright.emulate.signature import (
+    ParameterType,
+    chosen,
+    of_source,
+    signatures,
+    written_kernels,
+)
 from flashwright.lang.diagnostic import Failed
 from tests.unit.emulated import needs_compilers
 
@@ -199,6 +205,9 @@ def test_options_that_cannot_be_taken(given: dict[str, Any], words: str) -> None
         flashwright.emulate.kernel("__global__ void f() {}\n", define={"A": 1}, untrusted=True)
 
 
+MANY = ["_Z1fILi1EEvi", "_Z1fILi2EEvi"]
+
+
 def test_signatures_by_the_mangled_name_and_by_the_source() -> None:
     names = {"_ZN2ns6reduceIfLi256EEEvPKT_PS1_i": 3, "plain": 2, "hidden": 1}
     source = """
@@ -215,6 +224,10 @@ def test_signatures_by_the_mangled_name_and_by_the_source() -> None:
     assert plain.parameters[1].type is None, "not simple, so nothing is claimed"
     assert hidden.parameters is None
     assert [one.template for one in written_kernels(source)] == ["class T, int N", ""]
+    assert chosen(signatures(dict.fromkeys(MANY, 1)), "f") == MANY
+    assert chosen(signatures(dict.fromkeys(MANY, 1)), "f#2") == MANY[1:]
+    assert chosen(signatures(dict.fromkeys(MANY, 1)), "f#3") == []
+    assert [*of_source(signatures({**names, "cub": 0}), source)] == [*names][:2]
     assert ParameterType("float (*) [5]").pointee == "float"
     assert ParameterType("void (*)(int)").pointee is None
 
