@@ -163,6 +163,8 @@ class _Parameter:
             return self._pointed(value)
         if isinstance(value, Struct | TensorMap) and self.pointee is not None:
             return Stored(value)
+        if isinstance(value, TensorMap) and self.variable.size > value.size:
+            value = Struct(bytes(self.variable.size), ((0, "", value),))  # CuTe's TMA atoms
         if isinstance(value, Stored | Struct | TensorMap):
             self._check_size(value.size)
             return value

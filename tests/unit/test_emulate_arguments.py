@@ -12,9 +12,11 @@ import pytest
 
 import flashwright.emulate
 from flashwright.emulate import address, pointers, struct, tiled_tensor_map
+from flashwright.emulate.arguments import pack
 from flashwright.emulate.emulate import parse_once
 from flashwright.emulate.own import EmulatedKernel
 from flashwright.emulate.parse import parse
+from flashwright.emulate.ptx import Variable
 from flashwright.emulate.signature import (
     ParameterType,
     chosen,
@@ -388,6 +390,18 @@ def test_a_tensor_map_by_one_call(module: EmulatedKernel) -> None:
     assert box(1, 32, tiled_tensor_map(half, (8, 16)), y).ok
     np.testing.assert_array_equal(y[:, :8], x[8:16, 16:24])
     assert (y[:, 8:] == 0).all()
+
+
+def test_a_tensor_map_may_begin_a_struct() -> None:
+    """CuTe's TMA atoms are larger than the map that they begin with."""
+    x, memory = np.zeros((24, 64), np.uint16), flashwright.emulate.memory()
+    atom = Variable("atom", "param", 128, 256)
+    taken = pack(KernelSignature("k", "k"), (atom,), (tiled_tensor_map(x, (8, 16)),), memory)
+    alone = tiled_tensor_map(x, (8, 16)).packed(memory)
+    assert taken.parameters == alone + bytes(128)
+    small = Variable("small", "param", 8, 64)
+    with pytest.raises(TypeError, match="has 64 bytes, and 128 bytes are given"):
+        pack(KernelSignature("k", "k"), (small,), (tiled_tensor_map(x, (8, 16)),), memory)
 
 
 @pytest.mark.parametrize(
