@@ -18,6 +18,7 @@ from flashwright.emulate.own import EmulatedKernel
 from flashwright.emulate.parse import parse
 from flashwright.emulate.ptx import Variable
 from flashwright.emulate.signature import (
+    KernelSignature,
     ParameterType,
     chosen,
     of_source,
