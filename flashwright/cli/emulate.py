@@ -23,6 +23,8 @@ from flashwright.cli.command import (
     shown_name,
     tell,
 )
+from flashwright.cli.emulate_own import SUFFIXES, OwnOptions, emulate_own
+from flashwright.cli.emulate_tables import kinds_table, lines_table
 from flashwright.files import cannot
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from flashwright.emulate.emulate import LaunchResult
     from flashwright.emulate.machine import Machine
     from flashwright.emulate.package import Package
-    from flashwright.emulate.profile import LineCounts, Profile
+    from flashwright.emulate.profile import Profile
     from flashwright.judge.oracle import Comparison
     from flashwright.spec import AttentionSpec
 
@@ -42,9 +44,6 @@ CODE = "code.tl"
 KERNELS = (".ptx", ".cu")
 LONGEST = 1 << 14  # positions; a CPU needs minutes for more
 SECONDS = 600.0
-_MANY = 1000
-_GAP = 2
-_NARROWEST, _WIDEST = 8, 25  # characters of a line of TL in the table of counts
 
 
 def register(app: typer.Typer) -> None:
@@ -56,14 +55,54 @@ def _size(**settings: Any) -> Any:
     return typer.Option(metavar="N", min=1, max=LONGEST, show_default=False, **settings)
 
 
+def _own(**settings: Any) -> Any:
+    return typer.Option(show_default=False, rich_help_panel="A kernel of your own", **settings)
+
+
 @guarded
 def emulate(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="WHAT", help="A kernel package, its kernel.ptx or kernel.cu, or TL code."
+            metavar="WHAT",
+            help="A kernel package, its kernel.ptx or kernel.cu, TL code, or CUDA of your own.",
         ),
     ],
+    kernel: Annotated[
+        str | None, _own(metavar="NAME", help="The kernel, such as `reduce<float, 256>`.")
+    ] = None,
+    grid: Annotated[str | None, _own(metavar="X[,Y[,Z]]", help="Thread blocks.")] = None,
+    block: Annotated[str | None, _own(metavar="X[,Y[,Z]]", help="Threads of a block.")] = None,
+    arg: Annotated[
+        list[str] | None,
+        _own(
+            metavar="[NAME=]VALUE",
+            help="An argument: `n=1000`, `x=float32[64,128]:random` (or zeros, ones, arange, "
+            "empty, a number, @FILE), `x=@x.npy`, `y=&x+64`, `p=null`, `s=hex:00ff`.",
+        ),
+    ] = None,
+    shared: Annotated[
+        int | None, _own(metavar="BYTES", min=0, help="Dynamic shared memory.")
+    ] = None,
+    arch: Annotated[str | None, _own(metavar="sm_NN", help="Default sm_80.")] = None,
+    include: Annotated[list[Path] | None, _own(metavar="DIR", help="A folder of headers.")] = None,
+    define: Annotated[list[str] | None, _own(metavar="NAME[=VALUE]", help="A macro.")] = None,
+    nvcc_flag: Annotated[
+        list[str] | None, _own(metavar="FLAG", help="A further option of nvcc.")
+    ] = None,
+    out: Annotated[
+        Path | None, _own(metavar="DIR", help="Write the arrays that the kernel may change.")
+    ] = None,
+    compare: Annotated[
+        list[str] | None,
+        _own(metavar="NAME=@FILE", help="What an array should be; or a number for all of it."),
+    ] = None,
+    rtol: Annotated[
+        float | None, _own(metavar="R", min=0, help="Relative tolerance, default 1e-3.")
+    ] = None,
+    atol: Annotated[
+        float | None, _own(metavar="A", min=0, help="Absolute tolerance, default 1e-5.")
+    ] = None,
     spec: Annotated[
         str | None,
         typer.Option(metavar="TOML|TEXT", help="What it should compute; a package has its own."),
@@ -104,6 +143,24 @@ def emulate(
     given = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads}
     sizes = {n: s for n, s in {**given, "kv_heads": kv_heads}.items() if s is not None}
     schedules = _schedules(schedule or ["eager"], seed)
+    own = OwnOptions(
+        kernel=kernel,
+        grid=grid,
+        block=block,
+        arguments=tuple(arg or ()),
+        shared=shared,
+        arch=arch,
+        include=tuple(include or ()),
+        define=tuple(define or ()),
+        flags=tuple(nvcc_flag or ()),
+        out=out,
+        compare=tuple(compare or ()),
+        rtol=rtol,
+        atol=atol,
+    )
+    of_packages = [name for name, value in (("spec", spec), ("gpu", gpu)) if value is not None]
+    if _is_own(what, own, [*of_packages, *sizes]):
+        return emulate_own(what, own, schedules, seed, profile, as_json)
     with show.progress(f"emulating {what}") as step:
         step(0, len(schedules), "compiling")
         package = _package(what, gpu)
@@ -129,6 +186,23 @@ def emulate(
         if trial.diagnostics:
             tell(trial.diagnostics, _file(what, package), source)
     return FINE if trial.ok else WRONG
+
+
+def _is_own(what: str, own: OwnOptions, of_packages: Sequence[str]) -> bool:
+    """Whether the command is about a kernel without a package. Raises BadParameter for options that
+    do not go together."""
+    from flashwright.build.reading import PLAN
+
+    is_file = what != "-" and Path(what).suffix in SUFFIXES
+    if own.given and not is_file:
+        text = f"{', '.join(own.given)}: for a file of CUDA or PTX, and {what} is none"
+        raise typer.BadParameter(text, param_hint="WHAT")
+    taken = is_file and (bool(own.given) or not (Path(what).parent / PLAN).is_file())
+    if taken and of_packages:
+        listed = ", ".join(f"--{name.replace('_', '-')}" for name in of_packages)
+        text = f"{listed}: for kernel packages and TL code, and {what} is a kernel of your own"
+        raise typer.BadParameter(text, param_hint="WHAT")
+    return taken
 
 
 def _schedules(given: Sequence[str], seed: int) -> list[str]:
@@ -387,66 +461,3 @@ def _runs_table(trial: _EmulatedProblem) -> Table:
         if not run.compared:
             shown.add_row(*row, "", "", "", "")
     return shown
-
-
-def lines_table(counted: Profile, width: int) -> Table:
-    """The counts by line; a line that is not executed has no row. The text of the lines is cut to
-    what `width` leaves beside the figures."""
-    from flashwright.cli import show
-
-    numbers = ("line", "warp instr.", "MMA ops", "global", "shared", "banks", "sectors", "waits")
-    shown = show.table(numbers[0], counted.of, *numbers[1:], right=numbers, gap=_GAP)
-    rows = []
-    for row in (*counted.lines, counted.total):
-        whole = row is counted.total
-        name = "" if row.line is None else str(row.line)
-        text = "in all" if whole else row.text or "(no line)"
-        rows.append((name, text, *_cells(row)))
-    figures = [row[:1] + row[2:] for row in (("line", "", *numbers[1:]), *rows)]
-    taken = sum(max(map(len, column)) + _GAP for column in zip(*figures, strict=True))
-    words = shown.columns[1]
-    words.no_wrap, words.overflow = True, "ellipsis"
-    words.max_width = max(_NARROWEST, min(_WIDEST, width - taken - _GAP))
-    for cells in rows:
-        shown.add_row(*cells)
-    return shown
-
-
-def _cells(row: LineCounts) -> list[str]:
-    moved = [
-        (row.bytes.get(f"{level}_read", 0), row.bytes.get(f"{level}_written", 0))
-        for level in ("global", "shared")
-    ]
-    ratios = [row.conflicts, row.sectors_a_request]
-    return [
-        f"{row.executed:,}",
-        _count(row.operations),
-        *(_count(sum(both)) for both in moved),
-        *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
-        _count(row.waits),
-    ]
-
-
-def kinds_table(counted: Profile) -> Table:
-    """The counts by kind of instruction."""
-    from flashwright.cli import show
-    from flashwright.emulate.profile import KINDS
-
-    total = max(counted.total.executed, 1)
-    shown = show.table("kind", "warp instr.", "share", right=("warp instr.", "share"))
-    for kind in KINDS:
-        count = counted.total.instructions.get(kind, 0)
-        if count:
-            shown.add_row(kind, f"{count:,}", f"{100 * count / total:.1f} %")
-    return shown
-
-
-def _count(number: int) -> str:
-    """`1.5M`; nothing for 0."""
-    if not number:
-        return ""
-    value, unit = float(number), ""
-    units = iter("kMGT")
-    while value >= _MANY:
-        value, unit = value / _MANY, next(units)
-    return f"{value:.3g}{unit}"

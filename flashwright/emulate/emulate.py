@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import struct
 from collections.abc import Collection, Mapping, Sequence
@@ -87,9 +88,13 @@ class LaunchResult:
     """A row for each of the program's instructions, with the columns COUNTS."""
 
 
+parse_once = functools.lru_cache(2)(parse)
+"""The parsed module, which the kernels of a file share."""
+
+
 def prepare(ptx: str, entry: str) -> EncodedKernel:
     """A decoded kernel. Raises Failed with FW831 if the machine cannot execute it."""
-    module = parse(ptx)
+    module = parse_once(ptx)
     if entry not in module.entries:
         raise bad(1, f"there is no kernel {entry}; there are {', '.join(module.entries)}")
     made = encode(module, module.entries[entry])

@@ -97,6 +97,10 @@ class MachineProcess:
             if given.use and given.size:
                 written.append((given.data, at, given.size))
             at = self._put(given.data, given.size, at)
+            if given.marks and given.size:
+                region.marks = self._start + at
+                written.append((given.marks, at, given.size))
+                at = self._put(given.marks, given.size, at)
         made.regions = self._start + at
         at = self._put(ctypes.addressof(listed), ctypes.sizeof(listed), at)
         texts, offsets = self._texts(told)

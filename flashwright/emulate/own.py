@@ -6,33 +6,40 @@ print(saxpy(grid, block, x, y, 2.0, len(x)))
 
 from __future__ import annotations
 
-import struct
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
-from flashwright.build.compile import NAME, build
-from flashwright.emulate.emulate import GAP, LaunchResult, behind, launch, prepare, variables_of
+from flashwright.build.compile import NAME
+from flashwright.emulate.arguments import pack, value_bytes
+from flashwright.emulate.device_memory import Array, Memory, Placeable, as_placeable
+from flashwright.emulate.emulate import LaunchResult, launch, parse_once, prepare, variables_of
 from flashwright.emulate.encode import MODULE, PlacedVariable
 from flashwright.emulate.machine import Machine, here
-from flashwright.emulate.parse import parse
+from flashwright.emulate.own_source import CompileOptions, checked_folders, compile_own
 from flashwright.emulate.places import Extent, Origin, diagnostics
 from flashwright.emulate.profile import Profile, profile
 from flashwright.emulate.ptx import Variable
-from flashwright.emulate.structs import EMPTY, READ, READ_WRITE, Region
+from flashwright.emulate.signature import (
+    KernelSignature,
+    as_instance,
+    chosen,
+    of_source,
+    shown_names,
+    signatures,
+    templates,
+    without_types,
+)
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.render import terminal
 from flashwright.untrusted.build import build_untrusted
 
-Array = NDArray[Any]
 Size = int | Sequence[int]
-
-_REALS = {2: "<e", 4: "<f", 8: "<d"}
 
 
 @dataclass(frozen=True)
@@ -57,25 +64,111 @@ class LaunchReport(LaunchResult):
 
 
 def kernel(
-    source: str | Path, entry: str | None = None, *, arch: str = "sm_80", untrusted: bool = False
+    source: str | Path,
+    entry: str | None = None,
+    *,
+    arch: str = "sm_80",
+    include: Sequence[str | Path] = (),
+    define: Mapping[str, str | int | None] | None = None,
+    flags: Sequence[str] = (),
+    instantiate: str | Sequence[str] = (),
+    memory: Memory | None = None,
+    untrusted: bool = False,
 ) -> EmulatedKernel:
-    """A kernel from CUDA or PTX: the text, or a file that ends in .cu or .ptx.
+    """A kernel from CUDA or PTX: the text, or a file that ends in .cu, .cuh or .ptx.
 
-    `entry` names one of several kernels; an unmangled name is enough if it is unique. CUDA is
-    compiled for `arch` with the project's nvcc. By default it counts as your own code, which may
-    include any file. `untrusted` code is screened, and compiled and executed in confinement.
+    `entry` names one of several kernels as its source does: `saxpy`, `ns::saxpy`, or an instance of
+    a template, `reduce<float, 256>`, which is compiled if the source itself does not use it. CUDA
+    is compiled for `arch` with the project's nvcc; headers beside the file are found, and those in
+    the `include` folders. `define` are macros, `flags` further options of nvcc, `instantiate` more
+    instances to compile. With a `memory`, arrays keep their addresses from launch to launch.
+
+    The code counts as your own, which may include any file. `untrusted` code is screened, and
+    compiled and executed in confinement; it takes none of the options of the compiler.
 
     Raises Failed: FW821 without nvcc or without confinement for untrusted code, FW822 if nvcc
     rejects the code, FW828 if the screening does, FW831 if the emulator cannot execute it.
     """
     text, name = _read(source)
+    more = [instantiate] if isinstance(instantiate, str) else [*instantiate]
+    given = (*include, *(define or ()), *flags, *more)
+    if untrusted or _is_ptx(text):
+        if given:
+            what = "untrusted code" if untrusted else "PTX"
+            raise ValueError(f"{what} takes no include, define, flags or instantiate")
+        return _ready_made(text, name, entry, arch, memory, untrusted)
+    beside = [] if name == NAME and isinstance(source, str) else [Path(source).parent]
+    macros = {key: None if value is None else str(value) for key, value in (define or {}).items()}
+    folders = checked_folders([*beside, *include])
+    options = CompileOptions(arch, folders, macros, tuple(flags), tuple(more))
+    ptx = compile_own(text, options, name)
+    instance = as_instance(entry or "")
+    if instance and not more and not chosen(module_signatures(ptx, text), instance):
+        before = set(module_signatures(ptx, text))
+        ptx = compile_own(text, replace(options, instantiate=(instance,)), name)
+        added = set(module_signatures(ptx, text)) - before
+        entry = added.pop() if len(added) == 1 else entry
+    elif entry is None and len(more) == 1 and as_instance(more[0]):
+        entry = more[0]
+    return EmulatedKernel(ptx, entry, name, text, memory=memory)
+
+
+@dataclass(frozen=True)
+class DeclaredKernel:
+    """A kernel of a file, which the emulator has not decoded."""
+
+    signature: KernelSignature
+    parameters: tuple[Variable, ...]
+    directives: Mapping[str, tuple[int, ...]]
+    """What it demands of a launch, such as maxntid."""
+
+
+def declared_kernels(source: Path, **options: Any) -> list[DeclaredKernel]:
+    """All kernels of a file; the options are those of kernel().
+
+    Raises Failed as kernel() does, with FW831 if the file has none.
+    """
+    text, name = _read(source)
+    if _is_ptx(text):
+        ptx, text = text, ""
+    else:
+        given = {"include": (), "define": {}, "flags": (), **options}
+        folders = checked_folders([source.parent, *given.pop("include")])
+        ptx = compile_own(text, CompileOptions(include=folders, **given), name)
+    known, entries = module_signatures(ptx, text), parse_once(ptx).entries
+    if not known:
+        _choose(known, None, _how_to_name(text, known))
+    return [
+        DeclaredKernel(one, entries[symbol].parameters, entries[symbol].directives)
+        for symbol, one in of_source(known, text).items()
+    ]
+
+
+def _ready_made(
+    text: str, name: str, entry: str | None, arch: str, memory: Memory | None, untrusted: bool
+) -> EmulatedKernel:
+    """A kernel of PTX or of untrusted code."""
+    machine = _confined() if untrusted else here
     if _is_ptx(text):
         name = name if name != NAME else "kernel.ptx"
-        return EmulatedKernel(text, entry, name, machine=_confined() if untrusted else here)
-    if untrusted:
-        return EmulatedKernel(build_untrusted(text, arch).ptx, entry, name, text, _confined())
-    built = build(text, arch, may_spill=True, line_info=True)
-    return EmulatedKernel(built.ptx, entry, name, text)
+        return EmulatedKernel(text, entry, name, machine=machine, memory=memory)
+    return EmulatedKernel(build_untrusted(text, arch).ptx, entry, name, text, machine, memory)
+
+
+def module_signatures(ptx: str, text: str) -> dict[str, KernelSignature]:
+    """The signatures of the kernels in a file of PTX that was compiled from a text."""
+    entries = parse_once(ptx).entries
+    return signatures({name: len(one.parameters) for name, one in entries.items()}, text)
+
+
+def _how_to_name(text: str, known: Mapping[str, KernelSignature]) -> str:
+    """What to do about templates of which the source uses no instance."""
+    found = templates(text, list(known.values())) if text else []
+    if not found:
+        return ""
+    listed = ", ".join(found)
+    how = "name one: entry= or --kernel 'name<arguments>'"
+    return f"these templates have no instance: {listed}; {how}"
 
 
 def _confined() -> Machine:
@@ -88,25 +181,22 @@ def _confined() -> Machine:
 
 def _read(source: str | Path) -> tuple[str, str]:
     """The source text and its name for messages."""
-    if isinstance(source, str) and ("\n" in source or not source.endswith((".cu", ".ptx"))):
+    if isinstance(source, str) and ("\n" in source or not source.endswith((".cu", ".cuh", ".ptx"))):
         return source, NAME
     path = Path(source)
     try:
-        return path.read_text(encoding="utf-8"), path.name
+        data = path.read_bytes()
     except OSError as error:
         text = f"cannot read {path}: {error.strerror}"
         raise Failed(Diagnostic("FW001", text)) from None
+    try:
+        return data.decode("utf-8-sig"), path.name
+    except UnicodeDecodeError:  # a comment in an old encoding
+        return data.decode("latin-1"), path.name
 
 
 def _is_ptx(text: str) -> bool:
     return any(line.strip().startswith(".version") for line in text.splitlines()[:50])
-
-
-@dataclass(frozen=True)
-class Empty:
-    """An array of which a launch may read only what it has written before."""
-
-    array: Array
 
 
 class EmulatedKernel:
@@ -119,12 +209,19 @@ class EmulatedKernel:
         name: str = NAME,
         text: str = "",
         machine: Machine = here,
+        memory: Memory | None = None,
     ) -> None:
         self.ptx, self.name, self.text, self.machine = ptx, name, text, machine
-        module = parse(ptx)
-        self.entry = _choose(list(module.entries), entry)
+        module = parse_once(ptx)
+        counts = {name: len(one.parameters) for name, one in module.entries.items()}
+        self.kernels = signatures(counts, text) if machine is here else without_types(counts)
+        """The signatures of all kernels of the module, by their names in the PTX."""
+        among = of_source(self.kernels, text) if entry is None else self.kernels
+        self.entry = _choose(among, entry, _how_to_name(text, self.kernels))
+        self.signature = self.kernels[self.entry]
         self.parameters = module.entries[self.entry].parameters
-        """The names of the parameters that are floating-point numbers."""
+        self.memory = memory
+        """The memory of all launches; None if each has its own."""
         self.program = prepare(ptx, self.entry)
         self.variables = variables_of(self.program)
         """The `__device__` and `__constant__` variables; they persist from launch to launch."""
@@ -132,7 +229,7 @@ class EmulatedKernel:
         """The constants that were set by copy_to_symbol."""
 
     def __repr__(self) -> str:
-        return f"<emulated kernel {self.entry}, {len(self.parameters)} parameters>"
+        return f"<emulated kernel {self.signature}>"
 
     def __call__(
         self, grid: Size, block: Size, *args: Any, shared: int = 0, schedule: str = "eager"
@@ -140,18 +237,21 @@ class EmulatedKernel:
         """Launch it; what it writes is in the arrays afterwards.
 
         A contiguous NumPy array is passed as a pointer to its data, and the kernel may write to it
-        unless it is marked as read-only; an Empty one is memory that is allocated and not set.
-        Numbers are passed in the parameter's own size, a bytes object as a struct. `shared` are the
-        bytes of dynamic shared memory; `schedule` says when
+        unless the array is marked as read-only or the parameter points to const. None is a null
+        pointer. Numbers are passed in the parameter's own size, structs as bytes. The functions of
+        flashwright.emulate make other arguments: empty, address, pointers, struct,
+        tiled_tensor_map. `shared` are the bytes of dynamic shared memory; `schedule` says when
         asynchronous work is done: "eager", "lazy" or "random:SEED".
+
+        Raises TypeError or ValueError for an argument that does not fit its parameter, Failed with
+        FW831 for a launch that no GPU can do.
         """
-        if len(args) != len(self.parameters):
-            text = f"{self.entry} takes {len(self.parameters)} arguments, and {len(args)} are given"
-            raise TypeError(text)
-        packed, regions, extents = self._packed(args)
         sizes, threads = _size("grid", grid), _size("block", block)
-        given = (regions, packed, sizes, threads, shared, schedule, self.variables, self.machine)
-        done = launch(self.program, *given, self.constants)
+        memory = self.memory if self.memory is not None else Memory()
+        packed = pack(self.signature, self.parameters, args, memory)
+        given = (memory.regions(packed.used), packed.parameters, sizes, threads, shared, schedule)
+        done = launch(self.program, *given, self.variables, self.machine, self.constants)
+        extents = memory.extents(packed.used)
         extents += [
             Extent(name, MODULE + placed.offset, placed.variable.size)
             for name, placed in self.program.variables.items()
@@ -160,7 +260,7 @@ class EmulatedKernel:
 
     def other(self, entry: str) -> EmulatedKernel:
         """Another kernel of the same module. The two share the variables of the module."""
-        made = EmulatedKernel(self.ptx, entry, self.name, self.text, self.machine)
+        made = EmulatedKernel(self.ptx, entry, self.name, self.text, self.machine, self.memory)
         made.variables, made.constants = self.variables, self.constants
         return made
 
@@ -175,8 +275,10 @@ class EmulatedKernel:
             data = bytes(value) if isinstance(value, bytes | bytearray) else value.tobytes()
             if len(data) != size:
                 raise ValueError(f"{name} has {size} bytes, and {len(data)} are given")
+        elif (placeable := as_placeable(value)) is not None:
+            data = self._placed(name, placeable, size)
         else:
-            data = _number(name, value, placed.variable, placed.variable.real)
+            data = value_bytes(name, value, placed.variable)
         self.variables[placed.offset : placed.offset + size] = np.frombuffer(data, np.uint8)
         self.constants.add(name)
 
@@ -187,25 +289,25 @@ class EmulatedKernel:
         return self.variables[placed.offset : end].copy().view(dtype)
 
     def _symbol(self, wanted: str) -> tuple[str, PlacedVariable]:
-        name = _choose(list(self.program.variables), wanted, "variable")
-        return name, self.program.variables[name]
+        known = list(self.program.variables)
+        # C++ puts the length before a name: _ZN5inner6offsetE is inner::offset.
+        last = wanted.rpartition("::")[2]
+        found = [wanted] if wanted in known else [n for n in known if f"{len(last)}{last}" in n]
+        if len(found) != 1:
+            text = "there are several variables" if found else "there is no variable"
+            text += f" {wanted}; the variables are: {', '.join(known) or 'none'}"
+            raise Failed(Diagnostic("FW831", text))
+        return found[0], self.program.variables[found[0]]
 
-    def _packed(self, args: Sequence[Any]) -> tuple[bytes, list[Region], list[Extent]]:
-        packed, regions, extents, base = b"", [], [], GAP
-        for number, (parameter, value) in enumerate(zip(self.parameters, args, strict=True)):
-            packed = packed.ljust(-(-len(packed) // parameter.align) * parameter.align, b"\0")
-            given = value.array if isinstance(value, Empty) else value
-            if isinstance(given, np.ndarray) and given.ndim:
-                array = _pointed(number, given, parameter)
-                use = EMPTY if given is not value else READ_WRITE
-                use = use if array.flags.writeable else READ
-                regions.append(Region(base, array.nbytes, array.ctypes.data, use))
-                extents.append(Extent(f"argument {number}", base, array.nbytes))
-                packed += struct.pack("<Q", base)
-                base = behind(base, array.nbytes)
-            else:
-                packed += _number(f"argument {number}", value, parameter, parameter.real)
-        return packed, regions, extents
+    def _placed(self, name: str, value: Placeable, size: int) -> bytes:
+        """The bytes of a value with addresses, which stay valid in the kernel's memory."""
+        if self.memory is None:
+            text = f"{name} would have an address: give the kernel a memory, kernel(..., memory=)"
+            raise ValueError(text)
+        if value.size != size:
+            raise ValueError(f"{name} has {size} bytes, and {value.size} are given")
+        self.memory.place([*value.used(name)])
+        return value.packed(self.memory)
 
     def _launched(
         self, done: LaunchResult, grid: tuple[int, ...], extents: tuple[Extent, ...]
@@ -216,18 +318,15 @@ class EmulatedKernel:
         return LaunchReport(done.findings, done.counts, told, counted, self.name, self.text)
 
 
-def _choose(names: list[str], wanted: str | None, what: str = "kernel") -> str:
-    if wanted in names:
-        return str(wanted)
-    # C++ puts the length before a name: _Z5saxpyPf is saxpy.
-    found = names if wanted is None else [n for n in names if f"{len(wanted)}{wanted}" in n]
+def _choose(known: Mapping[str, KernelSignature], wanted: str | None, hint: str = "") -> str:
+    """The kernel of that name, or the only one."""
+    found = list(known) if wanted is None else chosen(known, wanted)
     if len(found) == 1:
         return found[0]
-    listed = ", ".join(names) or "none"
-    text = f"there is no {what}" if not found else f"there are several {what}s"
+    text = "there are several kernels" if found else "there is no kernel"
     text += f" {wanted}" if wanted is not None else ""
-    text += f"; the {what}s are: {listed}"
-    raise Failed(Diagnostic("FW831", text, help="name one: entry=" if what == "kernel" else None))
+    text += f"; the kernels are: {', '.join(shown_names(known)) or 'none'}"
+    raise Failed(Diagnostic("FW831", text, help=hint or "name one: entry=, --kernel"))
 
 
 def _size(name: str, given: Size) -> list[int]:
@@ -235,31 +334,3 @@ def _size(name: str, given: Size) -> list[int]:
     if not 1 <= len(sizes) <= 3 or any(int(size) < 1 for size in sizes):
         raise ValueError(f"{name} must be one to three counts of at least 1, not {given!r}")
     return [int(size) for size in sizes]
-
-
-def _pointed(number: int, array: Array, parameter: Variable) -> Array:
-    if parameter.size != 8:
-        raise TypeError(
-            f"argument {number} is an array, but the kernel takes {parameter.size} bytes"
-        )
-    if not array.flags.c_contiguous:
-        raise ValueError(f"argument {number} must be contiguous: numpy.ascontiguousarray")
-    return array
-
-
-def _number(name: str, value: Any, parameter: Variable, real: bool) -> bytes:
-    """A value as the bytes of its parameter."""
-    size = parameter.size
-    if isinstance(value, bytes | bytearray | np.generic | np.ndarray):
-        data = value.tobytes() if isinstance(value, np.generic | np.ndarray) else bytes(value)
-        if len(data) == size:
-            return data
-    elif real and isinstance(value, SupportsFloat) and size in _REALS:
-        return struct.pack(_REALS[size], float(value))
-    elif not real and isinstance(value, SupportsIndex):
-        whole = int(value)
-        if -(1 << 8 * size - 1) <= whole < 1 << 8 * size:
-            return (whole % (1 << 8 * size)).to_bytes(size, "little")
-    kind = "floating-point number" if real else "whole number"
-    text = f"{name} is {value!r}, which is no {kind} of {size} bytes"
-    raise TypeError(text)

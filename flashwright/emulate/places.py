@@ -101,11 +101,21 @@ def locate(instruction: Instruction, origin: Origin) -> Location:
     lines = [line for line in own if line > 0]  # the compiler's own additions are at line 0
     name = origin.shown or origin.source
     if not lines:
-        return Location(instruction.line, name=name, program=origin.map.tl)
+        header = None if origin.tl else _in_header(instruction)
+        return header or Location(instruction.line, name=name, program=origin.map.tl)
     line = next((one for one in lines if origin.map.tl_line(one) is not None), lines[0])
     tl = origin.map.tl_line(line)
     tl = origin.map.tl_before(line) if tl is None else tl
     return Location(instruction.line, line, tl, name, origin.map.tl)
+
+
+def _in_header(instruction: Instruction) -> Location | None:
+    """The line in the header that has the kernel; None if no line is known."""
+    known = [place for place in instruction.source_lines if place.line > 0 and place.file]
+    if not known:
+        return None
+    inner = next(place for place in known if place.file == known[-1].file)
+    return Location(instruction.line, inner.line, name=PurePath(inner.file).name)
 
 
 def thread(finding: Finding) -> str:
@@ -142,7 +152,7 @@ def diagnostics(findings: Sequence[Finding], origin: Origin) -> tuple[Diagnostic
 
 def _line(instruction: Instruction, origin: Origin) -> tuple[str, int]:
     found = locate(instruction, origin)
-    return ("ptx", found.ptx) if found.source is None else ("source", found.source)
+    return ("", found.ptx) if found.source is None else (found.name, found.source)
 
 
 def _diagnostic(group: Sequence[Finding], origin: Origin) -> Diagnostic:
@@ -166,7 +176,8 @@ def _span(found: Location, origin: Origin) -> Span | None:
     """The span of the line in TL, or in the source if there is no TL."""
     if origin.tl and found.tl is not None:
         return line_span(origin.tl, found.tl)
-    if not origin.tl and origin.text and found.source is not None:
+    own = found.name == (origin.shown or origin.source)
+    if not origin.tl and origin.text and found.source is not None and own:
         return line_span(origin.text, found.source)
     return None
 

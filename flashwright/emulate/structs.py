@@ -10,7 +10,7 @@ import struct
 
 READ, READ_WRITE, OUTPUT, EMPTY, UNSET = range(5)
 """The uses of a region. An output is unset, and a kernel may add to it: an earlier kernel may have
-set it to 0. An empty region is unset. UNSET is a constant that is unset: a kernel cannot set it."""
+set it to 0. An empty region is unset. UNSET is one that a kernel cannot set, such as a constant."""
 
 
 class Region(ctypes.Structure):
@@ -21,6 +21,7 @@ class Region(ctypes.Structure):
         ("size", ctypes.c_uint64),
         ("data", ctypes.c_void_p),
         ("use", ctypes.c_int32),
+        ("marks", ctypes.c_void_p),
     )
 
 

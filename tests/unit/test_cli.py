@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import flashwright
 from flashwright import __version__
 from flashwright.cli import command
-from flashwright.cli.emulate import lines_table
+from flashwright.cli.emulate_tables import lines_table
 from flashwright.cli.main import app
 from flashwright.cli.show import folded, gpus_table, progress_bar, tl
 from flashwright.emulate.profile import LEVELS, LineCounts, Profile

@@ -6,6 +6,7 @@ No package is downloaded: the new environment takes everything but Flashwright f
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = "flashwright/build/launcher/launcher.so"
+MACHINE = re.compile(r"flashwright/emulate/prebuilt/machine-[0-9a-f]{32}\.so")
 BARE = {"PATH": "", "CXX": "no-such-compiler", "CUDA_HOME": "/nowhere"}
 
 
@@ -81,16 +83,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Installe
 
 def test_all_files_of_the_package_are_in_the_wheel_and_the_sdist(dist: Path, wheel: Path) -> None:
     names = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("flashwright/")}
-    assert names - {LAUNCHER} == tracked()
+    assert {n for n in names if not MACHINE.fullmatch(n)} - {LAUNCHER} == tracked()
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     assert tracked() | {"hatch_build.py", "LICENSE", "README.md"} <= inside
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the launcher is for Linux")
-def test_the_wheel_has_the_launcher_and_the_tag_of_its_platform(wheel: Path) -> None:
-    assert LAUNCHER in zipfile.ZipFile(wheel).namelist()
+@pytest.mark.skipif(sys.platform != "linux", reason="the libraries are for Linux")
+def test_the_wheel_has_both_libraries_and_the_tag_of_its_platform(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert LAUNCHER in names
+    assert sum(1 for name in names if MACHINE.fullmatch(name)) == 1
     tag = "py3-none-" + sysconfig.get_platform().replace("-", "_")
     assert wheel.name.endswith(f"-{tag}.whl")
 
@@ -125,6 +129,23 @@ def test_what_it_generates_is_judged_under_emulation(installed: Installed, packa
     done = installed.run("flashwright", "verify", str(package), *one)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "accepted under emulation" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the libraries are for Linux")
+def test_it_emulates_without_a_compiler(installed: Installed) -> None:
+    """The wheel's machine is used: nothing can be compiled, and the cache stays empty."""
+    ptx = installed.folder / "one.ptx"
+    lines = (".version 8.4", ".target sm_80", ".address_size 64", ".entry k(.param .u64 p)")
+    ptx.write_text(
+        "\n".join(lines) + "\n{\n.reg .b64 %rd<2>; .reg .b32 %r<2>;\n"
+        "ld.param.u64 %rd1, [p]; mov.u32 %r1, 7; st.global.u32 [%rd1], %r1; ret;\n}\n"
+    )
+    words = ("--kernel", "k", "--grid", "1", "--block", "1", "--arg", "uint32[1]")
+    command = ("flashwright", "emulate", str(ptx), *words, "--compare", "0=7")
+    cache = installed.folder / "none"
+    done = installed.run(*command, **BARE, FLASHWRIGHT_CACHE=str(cache))
+    assert done.returncode == 0, done.stderr
+    assert not list(cache.glob("machine-*"))
 
 
 def test_it_loads_where_there_is_no_compiler(

@@ -106,7 +106,10 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
   machine.operands.assign(launch.operands, launch.operands + launch.operand_count);
   machine.touched.assign(launch.touched, launch.touched + launch.touched_count);
   machine.regions.assign(launch.regions, launch.regions + launch.region_count);
-  for (const fw::Region& region : machine.regions) machine.filled.emplace_back(region.use >= fw::kOutput ? region.size : 0, 0);
+  for (const fw::Region& region : machine.regions) {
+    machine.filled.emplace_back(region.use >= fw::kOutput ? region.size : 0, 0);
+    if (region.marks) std::copy_n(region.marks, machine.filled.back().size(), machine.filled.back().begin());
+  }
   for (const fw::Region& region : machine.regions) {
     if (reduces && !orders) machine.visits.emplace_back(region.use != fw::kRead ? 2 * (region.size / 4 + 1) : 0);
   }
@@ -190,6 +193,9 @@ extern "C" int32_t fw_run(const fw_launch* launch) {
     fw::Block block;
     prepare(*launch, block, number);
     fw::run_block(machine, block);
+  }
+  for (size_t n = 0; n < machine.regions.size(); ++n) {
+    if (machine.regions[n].marks) std::copy(machine.filled[n].begin(), machine.filled[n].end(), machine.regions[n].marks);
   }
   for (int32_t n = 0; n < launch->instructions; ++n) launch->counts[n] = machine.counts[n];
   auto count = static_cast<int32_t>(machine.findings.size());
