@@ -7,12 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashwright.emulate.calls import inline_calls
+from flashwright.emulate.calls import BUILT_IN, FRAME, Function, aligned, link, packed
 from flashwright.emulate.parse import MOST_VARIABLE, UNREADABLE, bad, names
 from flashwright.emulate.ptx import (
     Address,
@@ -30,6 +31,7 @@ from flashwright.emulate.widths import BYTES, flat, narrowed, operand_width, wid
 
 LANES = 32
 MODULE = 1 << 38  # where variables of the module lie in global memory
+FUNCTIONS, FUNCTION = 0x7C << 40, 16  # where functions lie, one behind the other; run.h has both
 _PLAIN = re.compile(r"(?:[us]|b?f)(8|16|32|64)")  # what cvt has two operands of
 # Parts of an opcode that change nothing here.
 _IDLE = re.compile(
@@ -76,6 +78,7 @@ ACQUIRES = "ld.acquire.global"
 """The load by which a thread block waits for others."""
 _ADDED_AT_ONCE = {f"red.global.add.v{count}.f32": count for count in (2, 4)}
 NORMAL, BRANCH, EXIT, SYNC, ARRIVE, MBARRIER, CLUSTER_ARRIVE, CLUSTER_WAIT, PRODUCTS = range(9)
+CALL, LEAVE = 16, 17
 
 
 # Operands that instructions have at least. The machine takes them as they come, so that none may be
@@ -156,7 +159,8 @@ def encode(module: Module, entry: Entry) -> EncodedKernel:
 
 class _Encoder:
     def __init__(self, module: Module, entry: Entry) -> None:
-        self.entry = entry = inline_calls(entry, module.functions)
+        self.module, self.linked = module, link(module, entry)
+        self.entry = entry = self.linked.entry
         self.made = EncodedKernel(
             parameters=entry.parameters,
             entry=entry.name,
@@ -169,6 +173,8 @@ class _Encoder:
         self.jumps: list[tuple[int, str, int]] = []
         self.starts: list[int] = []
         self.now: Instruction | None = None
+        self.frame = 0
+        """The bytes of the frame of the function that is being encoded."""
         self._place([*module.variables, *entry.variables])
 
     def _place(self, variables: list[Variable]) -> None:
@@ -191,16 +197,25 @@ class _Encoder:
         self._set_addresses()
         made.offsets = tuple(self.addresses[p.name] for p in self.entry.parameters)
         made.shared, made.local = ends["shared"], ends["local"]
+        self.frame = aligned(made.local, self.linked.align)
+        self.stack_end = self.frame + self.linked.stack_bytes
 
     def _set_addresses(self) -> None:
         """Write the addresses of variables into the variables that are initialised with them."""
         for placed in self.made.variables.values():
             for at, name, more in placed.variable.addresses:
-                if name not in self.made.variables:
+                if name in self.module.functions:
+                    value = self._function_address(name)
+                elif name in self.made.variables:
+                    value = self.addresses[name] + more
+                else:
                     own = placed.variable.name
                     raise bad(1, f"{own} is initialised with the address of {name}")
-                start, value = placed.offset + at, self.addresses[name] + more
+                start = placed.offset + at
                 self.made.data[start : start + 8] = value.to_bytes(8, "little")
+
+    def _function_address(self, name: str) -> int:
+        return FUNCTIONS + FUNCTION * list(self.module.functions).index(name)
 
     def program(self) -> EncodedKernel:
         for instruction in self.entry.code:
@@ -231,6 +246,8 @@ class _Encoder:
     def _bytes_of(self, name: str) -> int:
         if name in SPECIALS:
             return 4
+        if name == FRAME:
+            return 8
         kind = self.entry.registers.get(name)
         if kind is None:
             raise bad(self.line, f"the register {name} is not declared")
@@ -263,6 +280,10 @@ class _Encoder:
         if isinstance(operand, Immediate):
             return self._constant(narrowed(operand, size), size)
         if isinstance(operand, Symbol):
+            if operand.name in self.linked.stack:
+                return self._stack_address(operand.name)
+            if operand.name in self.module.functions:
+                return self._constant(self._function_address(operand.name), size)
             if operand.name not in self.addresses:
                 raise bad(self.line, f"the variable {operand.name} cannot be used here")
             return self._constant(self.addresses[operand.name], size)
@@ -274,11 +295,20 @@ class _Encoder:
         self._emit("not.pred", [slot, self._register(operand.name)])
         return slot
 
+    def _stack_address(self, name: str) -> int:
+        """A slot with the address of a variable in the frame."""
+        slot = self._room(("stack", name), bytes(8 * LANES))
+        offset = self._constant(self.linked.stack[name], 8)
+        self._emit("add.u64", [slot, self._register(FRAME), offset])
+        return slot
+
     def _address(self, operand: Operand) -> list[int]:
         """Slot, bytes of it, offset."""
         if not isinstance(operand, Address):
             raise bad(self.line, "an address is expected here")
         base = operand.base
+        if isinstance(base, Symbol) and base.name in self.linked.stack:
+            return [self._register(FRAME), 8, self.linked.stack[base.name] + operand.offset]
         size = self._bytes_of(base.name) if isinstance(base, Register) else 8
         return [self._slot(base, size), size, operand.offset]
 
@@ -322,7 +352,7 @@ class _Encoder:
             self.jumps.append((len(self.made.operands) - 1, target.name, one.line))
         elif first in ("ret", "exit"):
             self._emit("", [], EXIT)
-        elif first in ("trap", "brkpt", "__assertfail"):
+        elif first in ("trap", "brkpt"):
             self._emit("trap", [])
         elif name.startswith("fence.proxy.async"):
             self._emit("fence.proxy.async", [])
@@ -440,6 +470,64 @@ class _Encoder:
             raise self._unknown()
         header = [space, operation, number, self._slot(result, size), self._slot(second, size)]
         self._emit(kind, [*header, *self._address(where), count, *first])
+
+    # --- functions ----------------------------------------------------------------------------
+
+    def _call(self, name: str, operands: Sequence[Operand]) -> None:
+        target, results, parameters = operands
+        given = [item.name for item in flat(parameters) + flat(results) if isinstance(item, Symbol)]
+        if isinstance(target, Symbol) and target.name in BUILT_IN:
+            places = [self._address(Address(Symbol(name))) for name in given]
+            self._emit(target.name, [*chain.from_iterable(places), *_SPARE[:16]])
+            return
+        variables = [self.linked.variables[name] for name in given]
+        offsets, size = packed(variables)
+        copies = [
+            [*self._address(Address(Symbol(variable.name))), at, variable.size]
+            for variable, at in zip(variables, offsets, strict=True)
+        ]
+        callable = list(self.linked.functions.values())
+        if isinstance(target, Symbol):
+            callable = [self.linked.functions[target.name]]
+            if size != callable[0].arguments:
+                raise bad(self.line, f"the function {target.name} takes other parameters")
+        count = len(flat(parameters))
+        self._copy_frame("frame.give", copies[:count])
+        where = self._slot(target, 8) if isinstance(target, Register) else -1
+        start = len(self.made.operands) + 5
+        listed = [number for one in callable for number in (one.number, 0, one.arguments)]
+        header = [self._register(FRAME), where, self.frame, size, len(callable)]
+        self._emit("", [*header, *listed], CALL)
+        for n, one in enumerate(callable):
+            self.jumps.append((start + 3 * n + 1, one.label, self.line))
+        self._copy_frame("frame.take", copies[count:])
+
+    def _copy_frame(self, name: str, copies: list[list[int]]) -> None:
+        """Copy variables to the beginning of the next frame, or back."""
+        for *place, at, size in copies:
+            next_frame = [self._register(FRAME), 8, self.frame + at]
+            self._emit(name, [*place, *next_frame, size])
+
+    def _enter(self, name: str, operands: Sequence[Operand]) -> None:
+        function = self._function(operands)
+        self.frame = function.frame
+        sizes = [function.parameters, function.frame, self.stack_end]
+        header = [self._register(FRAME), *sizes]
+        self._emit("enter", [*header, *self._saved(function)])
+
+    def _leave(self, name: str, operands: Sequence[Operand]) -> None:
+        self._emit("", [self._register(FRAME), *self._saved(self._function(operands))], LEAVE)
+
+    def _function(self, operands: Sequence[Operand]) -> Function:
+        (name,) = operands
+        assert isinstance(name, Symbol)
+        return self.linked.functions[name.name]
+
+    def _saved(self, function: Function) -> list[int]:
+        """Slots and bytes of the registers that a function saves, behind their number."""
+        names = function.registers if function.recursive else ()
+        both = [(self._register(name), self._bytes_of(name)) for name in names]
+        return [len(both), *chain.from_iterable(both)]
 
     # --- copies -------------------------------------------------------------------------------
 
@@ -572,6 +660,9 @@ _SPECIAL = {
     **dict.fromkeys(("bar", "barrier"), _Encoder._barrier),
     **dict.fromkeys(("atom", "red"), _Encoder._atomic),
     "cp": _Encoder._copy,
+    "call": _Encoder._call,
+    "enter": _Encoder._enter,
+    "leave": _Encoder._leave,
     "cvt": _Encoder._convert,
     "mbarrier": _Encoder._mbarrier,
     "wgmma": _Encoder._wgmma,

@@ -17,7 +17,15 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from flashwright.build.compile import NAME, build
-from flashwright.emulate.emulate import GAP, LaunchResult, behind, launch, prepare, variables_of
+from flashwright.emulate.emulate import (
+    GAP,
+    LaunchResult,
+    behind,
+    launch,
+    make_heap,
+    prepare,
+    variables_of,
+)
 from flashwright.emulate.encode import MODULE, PlacedVariable
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import parse
@@ -52,8 +60,8 @@ class LaunchReport(LaunchResult):
 
     def __str__(self) -> str:
         if self.ok:
-            return f"{self.name}: nothing found"
-        return terminal(self.diagnostics, self.text, self.name).rstrip("\n")
+            return f"{self.printed}{self.name}: nothing found"
+        return self.printed + terminal(self.diagnostics, self.text, self.name).rstrip("\n")
 
 
 def kernel(
@@ -130,6 +138,8 @@ class EmulatedKernel:
         """The `__device__` and `__constant__` variables; they persist from launch to launch."""
         self.constants: set[str] = set()
         """The constants that were set by copy_to_symbol."""
+        self.heap = make_heap()
+        """The memory of malloc in kernels; it persists from launch to launch."""
 
     def __repr__(self) -> str:
         return f"<emulated kernel {self.entry}, {len(self.parameters)} parameters>"
@@ -151,7 +161,7 @@ class EmulatedKernel:
         packed, regions, extents = self._packed(args)
         sizes, threads = _size("grid", grid), _size("block", block)
         given = (regions, packed, sizes, threads, shared, schedule, self.variables, self.machine)
-        done = launch(self.program, *given, self.constants)
+        done = launch(self.program, *given, self.constants, self.heap)
         extents += [
             Extent(name, MODULE + placed.offset, placed.variable.size)
             for name, placed in self.program.variables.items()
@@ -162,7 +172,12 @@ class EmulatedKernel:
         """Another kernel of the same module. The two share the variables of the module."""
         made = EmulatedKernel(self.ptx, entry, self.name, self.text, self.machine)
         made.variables, made.constants = self.variables, self.constants
+        made.heap = self.heap
         return made
+
+    def limit_heap(self, size: int) -> None:
+        """Set the bytes of malloc's memory, as cudaDeviceSetLimit does, and free all of it."""
+        self.heap = make_heap(size)
 
     def copy_to_symbol(self, name: str, value: Any) -> None:
         """Set a `__device__` or `__constant__` variable, as cudaMemcpyToSymbol does.
@@ -213,7 +228,9 @@ class EmulatedKernel:
         origin = Origin(grid=grid, tensors=extents, shown=self.name, text=self.text)
         counted = profile(self.program.source, done.counts, origin)
         told = diagnostics(done.findings, origin)
-        return LaunchReport(done.findings, done.counts, told, counted, self.name, self.text)
+        return LaunchReport(
+            done.findings, done.counts, done.printed, told, counted, self.name, self.text
+        )
 
 
 def _choose(names: list[str], wanted: str | None, what: str = "kernel") -> str:

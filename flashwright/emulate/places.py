@@ -9,8 +9,8 @@ from pathlib import PurePath
 from types import MappingProxyType
 
 from flashwright.build.compile import NAME
-from flashwright.emulate.emulate import Finding
-from flashwright.emulate.ptx import Immediate, Instruction
+from flashwright.emulate.emulate import HEAP_BASE, Finding
+from flashwright.emulate.ptx import Immediate, Instruction, Register, Symbol
 from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.nodes import Span, line_span
 from flashwright.lower.source_map import SourceMap
@@ -45,6 +45,7 @@ _VERBS = {
     "red": "changes",
 }
 _TYPE = re.compile(r"\.[busf](8|16|32|64|128)$")
+_MOST_HEAP = 1 << 36
 _NEAR = 1 << 19  # bytes up to which an address counts as near a tensor
 
 
@@ -197,6 +198,8 @@ def _told(one: Finding, origin: Origin) -> str:
     first, second = one.detail
     if one.kind == "deadlock":
         return _waits(one)
+    if one.kind == "out_of_bounds" and (told := _no_memory(one, origin)):
+        return told
     if one.kind in _BOXES and second and "bulk.tensor" in one.instruction.opcode:
         return _box(one, origin)
     if one.kind == "divergent" and one.lane >= 0:
@@ -204,8 +207,7 @@ def _told(one: Finding, origin: Origin) -> str:
     if one.kind == "divergent":
         return f"executes {one.instruction.opcode} with only a part of its warp"
     if one.kind == "trap":
-        failed = one.instruction.opcode == "__assertfail"
-        return "fails an assertion" if failed else "stops the kernel"
+        return f"fails the assertion `{one.text}`" if one.text else "stops the kernel"
     if one.kind == "proxy" and one.other and one.other.opcode.startswith("mbarrier.init"):
         barrier = f"the mbarrier at {one.address:#x} with no fence.mbarrier_init"
         return f"copies by {barrier} or fence.proxy.async since {other}"
@@ -225,6 +227,36 @@ def _told(one: Finding, origin: Origin) -> str:
         "barrier": f"uses the barrier at {one.address:#x}, which is not initialised or has more "
         "arrivals than it counts",
     }[one.kind]
+
+
+def _no_memory(one: Finding, origin: Origin) -> str | None:
+    """What is wrong with a call, or with memory of malloc."""
+    opcode, address = one.instruction.opcode, f"address {one.address:#x}"
+    frees = _calls(one.instruction, "free")
+    if opcode == "enter":
+        return "calls a function, and the stack has no room for it"
+    if opcode.startswith("call") and isinstance(one.instruction.operands[0], Register):
+        return f"calls {address}, where there is no function with these parameters"
+    if not frees and not _in_heap(one):
+        return None
+    offset, size = one.detail
+    verb = "frees" if frees else _VERBS.get(opcode.partition(".")[0], "uses")
+    if not size:
+        return f"{verb} {address}, which malloc has not given"
+    what = f"memory of {size} bytes" if frees else _address(one, origin)
+    if offset >= size:
+        return f"{verb} {what}"
+    freed = f"at {locate(one.other, origin)}" if one.other else "by an earlier launch"
+    return f"{verb} {what}, which was freed {freed}"
+
+
+def _in_heap(one: Finding) -> bool:
+    return HEAP_BASE <= one.address < HEAP_BASE + _MOST_HEAP
+
+
+def _calls(instruction: Instruction, name: str) -> bool:
+    """Whether it calls a function of that name."""
+    return instruction.opcode.startswith("call") and instruction.operands[0] == Symbol(name)
 
 
 def _box(one: Finding, origin: Origin) -> str:
@@ -269,6 +301,8 @@ def _size(instruction: Instruction) -> int | None:
 def _address(one: Finding, origin: Origin) -> str:
     """An address in words: a byte of a tensor, or an address in shared memory."""
     opcode = one.instruction.opcode
+    if _in_heap(one):
+        return "byte {} of memory for which malloc was asked {} bytes".format(*one.detail)
     for extent in origin.tensors:
         if extent.base <= one.address < extent.base + extent.size:
             return f"byte {one.address - extent.base} of `{extent.name}`"

@@ -8,9 +8,10 @@ from __future__ import annotations
 import ctypes
 import struct
 
-READ, READ_WRITE, OUTPUT, EMPTY, UNSET = range(5)
+READ, READ_WRITE, OUTPUT, EMPTY, UNSET, HEAP = range(6)
 """The uses of a region. An output is unset, and a kernel may add to it: an earlier kernel may have
-set it to 0. An empty region is unset. UNSET is a constant that is unset: a kernel cannot set it."""
+set it to 0. An empty region is unset. UNSET is a constant that is unset: a kernel cannot set it.
+HEAP is the memory of malloc: its bytes, as many marks of those that are written, and a table."""
 
 
 class Region(ctypes.Structure):
@@ -64,6 +65,8 @@ class Launch(ctypes.Structure):
         ("findings", ctypes.c_void_p),
         ("finding_room", ctypes.c_int32),
         ("counts", ctypes.c_void_p),
+        ("printed", ctypes.c_void_p),
+        ("printed_room", ctypes.c_int32),
     )
 
 

@@ -17,6 +17,8 @@ Table table() {
   add_barrier(all);
   add_async(all);
   add_atomic(all);
+  add_call(all);
+  add_builtin(all);
   return all;
 }
 
@@ -55,6 +57,8 @@ struct fw_launch {
   fw::Finding* findings;
   int32_t finding_room;
   fw::Counts* counts;  // one for each instruction, added to
+  uint8_t* printed;    // 8 bytes for the length of all that was printed, then as much of it as there is room for
+  int32_t printed_room;
 };
 
 }  // extern "C"
@@ -106,9 +110,15 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
   machine.operands.assign(launch.operands, launch.operands + launch.operand_count);
   machine.touched.assign(launch.touched, launch.touched + launch.touched_count);
   machine.regions.assign(launch.regions, launch.regions + launch.region_count);
-  for (const fw::Region& region : machine.regions) machine.filled.emplace_back(region.use >= fw::kOutput ? region.size : 0, 0);
   for (const fw::Region& region : machine.regions) {
-    if (reduces && !orders) machine.visits.emplace_back(region.use != fw::kRead ? 2 * (region.size / 4 + 1) : 0);
+    machine.filled.emplace_back(region.use >= fw::kOutput && region.use != fw::kHeap ? region.size : 0, 0);
+    if (region.use == fw::kHeap) machine.heap.open(region);
+  }
+  for (const fw::Region& region : machine.regions) {
+    if (reduces && !orders) {
+      bool visited = region.use != fw::kRead && region.use != fw::kHeap;
+      machine.visits.emplace_back(visited ? 2 * (region.size / 4 + 1) : 0);
+    }
   }
   machine.parameters.assign(launch.parameters, launch.parameters + launch.parameter_bytes);
   machine.schedule = static_cast<fw::Schedule>(launch.schedule);
@@ -192,6 +202,10 @@ extern "C" int32_t fw_run(const fw_launch* launch) {
     fw::run_block(machine, block);
   }
   for (int32_t n = 0; n < launch->instructions; ++n) launch->counts[n] = machine.counts[n];
+  machine.heap.close();
+  int64_t length = machine.printed.size(), shown = std::min<int64_t>(length, launch->printed_room - 8);
+  std::memcpy(launch->printed, &length, sizeof length);
+  std::copy_n(machine.printed.data(), shown, launch->printed + 8);
   auto count = static_cast<int32_t>(machine.findings.size());
   std::copy_n(machine.findings.begin(), std::min(count, launch->finding_room), launch->findings);
   std::fesetenv(&before);

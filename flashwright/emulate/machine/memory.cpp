@@ -23,6 +23,7 @@ uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes
   for (size_t n = 0; n < regions.size(); ++n) {
     Region& region = regions[n];
     if (address < region.base || address + bytes > region.base + region.size) continue;
+    if (region.use == kHeap) return allocated(context, lane, address, bytes, write);
     uint64_t offset = address - region.base;
     if (write && (region.use == kRead || region.use == kUnset)) {
       find(context, kReadOnly, lane, address);
@@ -114,6 +115,8 @@ uint8_t* parameter(Context& c, int lane, uint64_t address, int bytes) {
   return within(c, all.data(), all.size(), lane, address, bytes);
 }
 
+}  // namespace
+
 // A copy of a struct may read its padding: something of what is read has to be written, not all.
 uint8_t* local(Context& c, int lane, uint64_t address, int bytes, bool write) {
   auto& all = full(c).local;
@@ -125,6 +128,8 @@ uint8_t* local(Context& c, int lane, uint64_t address, int bytes, bool write) {
   else if (std::count(marks, marks + bytes, 0) == bytes) c.machine->find(c, kUnwritten, lane, address);
   return found;
 }
+
+namespace {
 
 Space resolve(Space space, uint64_t& address) {
   if (space != Space::kGeneric) {
@@ -150,6 +155,15 @@ uint8_t* at(Context& c, Space space, int lane, uint64_t address, int bytes, bool
     default: return c.machine->global(c, lane, address, bytes, write, 0, kOrder != Order::kPlain);
   }
 }
+
+}  // namespace
+
+uint8_t* generic(Context& c, int lane, uint64_t address, int bytes, bool write) {
+  Space space = resolve(Space::kGeneric, address);
+  return at<Order::kPlain>(c, space, lane, address, bytes, write);
+}
+
+namespace {
 
 template <Order kOrder>
 void hand_on(Context& c, Space space, uint64_t address, bool write) {
