@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwright.emulate.calls import BUILT_IN, FRAME, Function, aligned, link, packed
-from flashwright.emulate.parse import MOST_VARIABLE, UNREADABLE, bad, names
+from flashwright.emulate.parse import MOST_VARIABLE, TARGETS, UNREADABLE, bad, names
 from flashwright.emulate.ptx import (
     Address,
     Entry,
@@ -38,7 +38,10 @@ _IDLE = re.compile(
     r"\.(?:aligned|uni|volatile|relaxed|acquire|release|gpu|cta|sys|weak|nc|ca|cg|cs|cv|wb|wt|lu"
     r"|L1::\w+|L2::\w+|L2_\w+|level::\w+)(?![\w:])"
 )
-_NOTHING = ("prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "nanosleep")
+_NOTHING = (
+    *("prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "nanosleep", "applypriority"),
+    *("pmevent",),
+)
 _NO_FENCE = ("fence.proxy", "fence.mbarrier_init")  # which order nothing between threads
 _ORDERS = (
     "volatile",
@@ -66,6 +69,13 @@ CLOCKS = {
     "%globaltimer_lo": (4, 0),
     "%globaltimer_hi": (4, 32),
 }
+_VIDEO = re.compile(
+    r"v(?P<op>add|sub|absdiff|min|max|avrg|shl|shr|mad|set)(?P<parts>[24])?(?P<types>(?:\.[us]32)+)"
+    r"(?P<sat>\.sat)?(?:\.(?P<compare>eq|ne|lt|le|gt|ge))?(?:\.(?P<mode>clamp|wrap))?"
+    r"(?:\.(?P<second>add|min|max))?"
+)
+_VIDEOS = ("add", "sub", "absdiff", "min", "max", "avrg", "shl", "shr", "mad", "set")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 # In the order of atomic.cpp.
 OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 TYPES = (
@@ -78,7 +88,7 @@ ACQUIRES = "ld.acquire.global"
 """The load by which a thread block waits for others."""
 _ADDED_AT_ONCE = {f"red.global.add.v{count}.f32": count for count in (2, 4)}
 NORMAL, BRANCH, EXIT, SYNC, ARRIVE, MBARRIER, CLUSTER_ARRIVE, CLUSTER_WAIT, PRODUCTS = range(9)
-CALL, LEAVE = 16, 17
+CALL, LEAVE, BRANCH_IF = 16, 17, 18
 
 
 # Operands that instructions have at least. The machine takes them as they come, so that none may be
@@ -94,6 +104,23 @@ _FEWEST = {
 _UNREAD = ("setp", "mov")  # whose results may be `_`
 _MOST_MOVED = 32  # bytes of a lane that one load or store moves
 _SPARE = [0] * 160
+
+
+def _selected(operand: Operand) -> tuple[Operand, str]:
+    """A register without the selector of its parts, and the selector, such as b3 or h10."""
+    if isinstance(operand, Register) and "." in operand.name:
+        name, _, selector = operand.name.rpartition(".")
+        return Register(name, operand.negated), selector
+    return operand, ""
+
+
+def _parts(selector: str, parts: int, second: int) -> int:
+    """Which parts an operand of a video instruction takes, as words.cpp has it."""
+    if parts == 1:
+        size = {"b": 1, "h": 2}.get(selector[:1], 4)
+        return size << 4 | int(selector[1:] or 0)
+    digits = selector[1:] or "".join(str(n + parts * second) for n in reversed(range(parts)))
+    return sum(int(digit) << 4 * n for n, digit in enumerate(reversed(digits)))
 
 
 @dataclass(frozen=True)
@@ -360,7 +387,7 @@ class _Encoder:
             self._emit("fence.mbarrier_init", [])
         elif first == "membar" or (first == "fence" and not name.startswith(_NO_FENCE)):
             self._emit("fence", [])
-        elif first in ("fence", *_NOTHING) or name.startswith("cp.async.bulk.prefetch"):
+        elif first in ("fence", "", *_NOTHING) or name.startswith("cp.async.bulk.prefetch"):
             self._emit("nothing", [])
         elif first in _SPECIAL:
             _SPECIAL[first](self, name, one.operands)
@@ -390,6 +417,51 @@ class _Encoder:
         self._emit(name, slots)
         if stem not in _FEWEST:
             self.made.operands += _SPARE[:16]
+
+    def _carry(self, name: str, operands: Sequence[Operand]) -> None:
+        """Encode an instruction that reads or writes the carry flag, a predicate of the thread."""
+        stem, *parts = name.split(".")
+        if not stem.endswith("c") and "cc" not in parts:
+            self._plain(name, operands)
+            return
+        slots = [self._slot(operand, width_of(name)) for operand in operands]
+        if len(slots) != (4 if stem.startswith("mad") else 3) or min(slots) < 0:
+            raise self._unknown()
+        self._emit(name, [*slots, self._room("carry", bytes(8))])
+
+    def _video(self, name: str, operands: Sequence[Operand]) -> None:
+        """Encode an instruction on parts of words, in the order of words.cpp."""
+        found = _VIDEO.fullmatch(name)
+        if found is None:
+            raise self._unknown()
+        which, parts, kinds = found["op"], int(found["parts"] or 1), found["types"].split(".")[1:]
+        compares = _COMPARISONS.index(found["compare"]) if which == "set" else 0
+        *types, a, b = ["u32", *kinds] if which == "set" else kinds
+        signs = sum(bit << n for n, bit in enumerate(k[0] == "s" for k in (a, b, types[0])))
+        flags = signs + 8 * bool(found["sat"]) + 16 * (found["mode"] == "wrap")
+        second = ("", "add", "min", "max").index(found["second"] or "")
+        (d, written), *given = [_selected(operand) for operand in operands]
+        if written and parts == 1:
+            raise self._unknown()
+        taken = [_parts(selector, parts, n) for n, (_, selector) in enumerate(given[:2])]
+        header = [_VIDEOS.index(which) + compares, second, parts, flags]
+        mask = sum(1 << int(digit) for digit in written[1:]) if written else (1 << parts) - 1
+        slots = [self._slot(operand, 4) for operand in (d, *(one for one, _ in given))]
+        self._emit("video", [*header, mask, *taken, *slots, *slots[-1:]])
+
+    def _brx(self, name: str, operands: Sequence[Operand]) -> None:
+        """Encode a jump to one of several labels: a jump under a condition for each."""
+        index, table = operands
+        assert isinstance(table, Symbol)
+        slot, at = self._slot(index, 4), self.entry.labels.get(table.name, -1)
+        listed = self.entry.code[at]
+        if listed.opcode != TARGETS:
+            raise bad(self.line, f"there is no table {table.name} of labels")
+        for number, label in enumerate(listed.operands):
+            assert isinstance(label, Symbol)
+            self._emit("", [0, slot, number], BRANCH_IF)
+            self.jumps.append((len(self.made.operands) - 3, label.name, self.line))
+        self._emit("trap", [])
 
     def _is_clock(self, operand: Operand) -> bool:
         return isinstance(operand, Register) and operand.name in CLOCKS
@@ -660,6 +732,9 @@ _SPECIAL = {
     **dict.fromkeys(("bar", "barrier"), _Encoder._barrier),
     **dict.fromkeys(("atom", "red"), _Encoder._atomic),
     "cp": _Encoder._copy,
+    **dict.fromkeys(("add", "addc", "sub", "subc", "mad", "madc"), _Encoder._carry),
+    **dict.fromkeys((f"v{op}{n}" for op in _VIDEOS for n in ("", "2", "4")), _Encoder._video),
+    "brx": _Encoder._brx,
     "call": _Encoder._call,
     "enter": _Encoder._enter,
     "leave": _Encoder._leave,

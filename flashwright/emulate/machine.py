@@ -42,6 +42,14 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(library_file()))
 
 
+@functools.cache
+def known() -> frozenset[str]:
+    """The names of all instructions that the machine executes."""
+    names = library().fw_names
+    names.restype = ctypes.c_char_p
+    return frozenset(names().decode().split())
+
+
 def library_file() -> Path:
     """The path of the compiled library. Raises Failed with FW821 without a compiler."""
     compiler = os.environ.get("CXX", "c++")

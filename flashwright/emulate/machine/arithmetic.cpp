@@ -208,7 +208,7 @@ template <class A, class Half, class B> void add_dots(Table& table, const string
        {"dp2a.hi.", lanewise<dp2a<Half, B, 16>>}});
 }
 
-void add_words(Table& table) {
+void add_plain_words(Table& table) {
   add_dots<int8_t, int16_t, int8_t>(table, "s32.s32");
   add_dots<int8_t, int16_t, uint8_t>(table, "s32.u32");
   add_dots<uint8_t, uint16_t, int8_t>(table, "u32.s32");
@@ -299,7 +299,7 @@ void add_arithmetic(Table& table) {
   add_bits<uint16_t>(table, "b16");
   add_bits<uint32_t>(table, "b32");
   add_bits<uint64_t>(table, "b64");
-  add_words(table);
+  add_plain_words(table);
   add_floats(table);
   put(table, "",
       {{"copysign.f32", lanewise<copysign_f32>},

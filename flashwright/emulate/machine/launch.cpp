@@ -19,6 +19,7 @@ Table table() {
   add_atomic(all);
   add_call(all);
   add_builtin(all);
+  add_words(all);
   return all;
 }
 
@@ -186,6 +187,16 @@ void prepare(const fw_launch& launch, fw::Block& block, int number) {
 }
 
 }  // namespace
+
+// The names of all instructions, one per line.
+extern "C" const char* fw_names() {
+  static const std::string all = [] {
+    std::string listed;
+    for (auto& [name, handler] : fw::known()) listed += name + '\n';
+    return listed;
+  }();
+  return all.c_str();
+}
 
 // How many findings there are; below 0, -1 less the index of an instruction that is not known: then nothing is run.
 extern "C" int32_t fw_run(const fw_launch* launch) {

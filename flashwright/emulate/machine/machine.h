@@ -61,5 +61,6 @@ void add_convert(Table& table);
 void add_exchange(Table& table);
 void add_matrix(Table& table);
 void add_memory(Table& table);
+void add_words(Table& table);
 
 }  // namespace fw

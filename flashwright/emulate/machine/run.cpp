@@ -197,6 +197,13 @@ struct Runner {
     };
     if (code.control == kBranch || code.control == kExit || code.control >= kCall) {
       if (code.control == kBranch) put(o[0], mask);
+      if (code.control == kBranchIf) {  // for lanes whose slot has the number
+        uint32_t taken = 0;
+        for_lanes(mask, [&](int lane) {
+          taken |= uint32_t{lanes<uint32_t>(c, o[1])[lane] == static_cast<uint32_t>(o[2])} << lane;
+        });
+        put(o[0], mask = taken);
+      }
       if (code.control == kCall) fw::call(c, o, mask, now.at, [&](int32_t at, uint32_t some) { put(at, some, 1); });
       if (code.control == kLeave) fw::leave(c, o, mask, [&](int32_t at, uint32_t some) { put(at, some, -1); });
       put(now.at + 1, now.mask & ~mask);

@@ -265,7 +265,7 @@ enum Meeting : int32_t { kAlone, kWithWarp, kWithMembers };
 
 enum Control : int32_t {
   kNormal, kBranch, kExit, kBarrierSync, kBarrierArrive, kMbarrierWait, kClusterArrive, kClusterWait, kProductWait,
-  kCall = 16, kLeave,
+  kCall = 16, kLeave, kBranchIf,
 };
 
 struct Machine {
