@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -40,7 +40,7 @@ _IDLE = re.compile(
 )
 _NOTHING = (
     *("prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "nanosleep", "applypriority"),
-    *("pmevent",),
+    *("pmevent", "discard"),
 )
 _NO_FENCE = ("fence.proxy", "fence.mbarrier_init")  # which order nothing between threads
 _ORDERS = (
@@ -80,13 +80,17 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 TYPES = (
     *("b32", "b64", "u32", "u64", "s32", "s64", "f32", "f64", "f16x2", "bf16x2"),
-    *("b16", "f16", "bf16"),
+    *("b16", "f16", "bf16", "b128"),
 )
 # Of predicates at a barrier, in the order of run.cpp.
 REDUCTIONS = ("popc", "and", "or")
 ACQUIRES = "ld.acquire.global"
 """The load by which a thread block waits for others."""
-_ADDED_AT_ONCE = {f"red.global.add.v{count}.f32": count for count in (2, 4)}
+_VECTORS = ("v2", "v4", "v8")
+# In the order of fragments.cpp.
+ELEMENTS = ("f16", "bf16", "tf32", "f32", "f64", "s8", "u8", "s4", "u4", "b1", "s32")
+_SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
+_RARE_MMA = re.compile(r"\.(?:f64|[su]4|b1|m8n8k16)\.")
 NORMAL, BRANCH, EXIT, SYNC, ARRIVE, MBARRIER, CLUSTER_ARRIVE, CLUSTER_WAIT, PRODUCTS = range(9)
 CALL, LEAVE, BRANCH_IF = 16, 17, 18
 
@@ -372,6 +376,8 @@ class _Encoder:
     def _instruction(self, one: Instruction) -> None:
         name = _IDLE.sub("", one.opcode).replace("shared::cta", "shared")
         first = name.partition(".")[0]
+        if ".L2::cache_hint" in one.opcode:
+            one = replace(one, operands=one.operands[:-1])
         if first == "bra":
             target = one.operands[0]
             assert isinstance(target, Symbol)
@@ -493,7 +499,8 @@ class _Encoder:
         if kind.lstrip("busf") not in BYTES or len(operands) != 2:
             raise self._unknown()
         size = BYTES[kind.lstrip("busf")]
-        load = parts[0] == "ld"
+        load = parts[0] != "st"
+        parts[0] = "ld" if load else "st"
         value, where = operands if load else operands[::-1]
         values = flat(value)
         if len(values) * size > _MOST_MOVED:
@@ -503,6 +510,8 @@ class _Encoder:
             if isinstance(register, Register) and register.name != "_":
                 width = self._bytes_of(register.name)
         slots = [self._slot(v, width) for v in values]
+        if size > 8:  # two halves each
+            size, slots = 8, [slot + half for slot in slots for half in (0, 8)]
         header = [size, width, int(kind[0] == "s"), len(slots)]
         order = self._order() if space in ("", "global", "shared") else []
         spelled = ".".join([parts[0], *order, *([space] if space else [])])
@@ -513,6 +522,10 @@ class _Encoder:
         assert self.now is not None
         parts = self.now.opcode.split(".")
         return [order for order in _ORDERS if order in parts][:1]
+
+    def _policy(self, name: str, operands: Sequence[Operand]) -> None:
+        """Encode createpolicy: there is no cache, and any number will do."""
+        self._emit("mov.b64", [self._slot(operands[0], 8), self._constant(0, 8)])
 
     def _matrices(self, name: str, operands: Sequence[Operand]) -> None:
         kind = name.partition(".")[0]
@@ -528,20 +541,72 @@ class _Encoder:
         both, order = "acq_rel" in parts, self._order()
         acquires, releases = (both or order == [name] for name in ("acquire", "release"))
         space += 4 * acquires + 8 * releases
-        count = _ADDED_AT_ONCE.get(name, 1)
-        if count > 1:
-            parts.pop(-2)
-        if parts[-1] not in TYPES or parts[-2] not in OPERATIONS or (".v" in name and count == 1):
+        vectors = [part for part in parts if part in _VECTORS]
+        parts = [part for part in parts if part not in _VECTORS]
+        count = int(vectors[0][1:]) if vectors else 1
+        if parts[-1] not in TYPES or parts[-2] not in OPERATIONS:
+            raise self._unknown()
+        if parts[-1] in ("f32", "f64") and parts[-2] != "add":
             raise self._unknown()
         operation, number = OPERATIONS.index(parts[-2]), TYPES.index(parts[-1])
         result, where, *rest = operands if kind == "atom" else (Register("_"), *operands)
-        size = 8 if "64" in parts[-1] else 2 if parts[-1] in TYPES[-3:] else 4
+        size = width_of(parts[-1]) if "x2" not in parts[-1] else 4
         given, second, *_ = [*rest, Register("_")]
-        first = [self._slot(x, size) for x in (flat(given) if count > 1 else [given])]
-        if len(first) != count:
+        first = [self._slot(x, size) for x in (flat(given) if vectors else [given])]
+        results = [self._slot(x, size) for x in (flat(result) if vectors else [result])]
+        if kind == "red":
+            results *= count
+        if len(first) != count or len(results) != count or (vectors and space & 3 == 1):
             raise self._unknown()
-        header = [space, operation, number, self._slot(result, size), self._slot(second, size)]
-        self._emit(kind, [*header, *self._address(where), count, *first])
+        header = [space, operation, number, self._slot(second, size)]
+        self._emit(kind, [*header, *self._address(where), count, *first, *results])
+
+    # --- matrices -----------------------------------------------------------------------------
+
+    def _wmma(self, name: str, operands: Sequence[Operand]) -> None:
+        """Encode wmma; a fragment lies in its registers as fragments.cpp has it."""
+        parts = name.split(".")
+        shape = next((found for found in map(_SHAPE.fullmatch, parts) if found), None)
+        if shape is None:
+            raise self._unknown()
+        m, n, k = (int(size) for size in shape.groups())
+        if parts[1] == "mma":
+            self._product(name, operands)
+            return
+        stores = parts[1] == "store"
+        where, what, *stride = operands if stores else (operands[1], operands[0], *operands[2:])
+        part, element = "abc".index(parts[2].replace("d", "c")), ELEMENTS.index(parts[-1])
+        rows, columns = ((m, k), (k, n), (m, n))[part]
+        row_major = "row" in parts
+        space = 1 if "shared" in parts else 0 if "global" in parts else 2
+        default = Immediate(columns if row_major else rows)
+        by = self._slot(stride[0] if stride else default, 4)
+        slots = [self._slot(one, 8 if parts[-1] == "f64" else 4) for one in flat(what)]
+        header = [part, element, rows, columns, int(row_major), space]
+        listed = [*self._address(where), by, len(slots), *slots]
+        self._emit(f"wmma.{parts[1]}", [*header, *listed])
+
+    def _multiply(self, name: str, operands: Sequence[Operand]) -> None:
+        """Encode mma.sync: matrix.cpp has the usual types and shapes, fragments.cpp all others."""
+        if _RARE_MMA.search(name) and not name.startswith("mma.sp"):
+            self._product(name, operands)
+        else:
+            self._plain(name, operands)
+
+    def _product(self, name: str, operands: Sequence[Operand]) -> None:
+        parts = name.split(".")
+        shape = next(found for found in map(_SHAPE.fullmatch, parts) if found)
+        types = [part for part in parts if part in ELEMENTS]
+        if len(types) == 2:  # wmma of f16 names D and C only
+            types = [types[0], "f16", "f16", types[1]]
+        listed = [flat(operand) for operand in operands]
+        if len(types) != 4 or len(listed) != 4:
+            raise self._unknown()
+        combining = 1 if "xor" in parts else 2 if "and" in parts else 0
+        header = [*(int(size) for size in shape.groups()), *map(ELEMENTS.index, types)]
+        header += [int("satfinite" in parts), combining, *map(len, listed)]
+        size = 8 if types[0] == "f64" else 4
+        self._emit("product", [*header, *(self._slot(x, size) for some in listed for x in some)])
 
     # --- functions ----------------------------------------------------------------------------
 
@@ -606,13 +671,21 @@ class _Encoder:
     def _copy(self, name: str, operands: Sequence[Operand]) -> None:
         if name.startswith("cp.async.bulk"):
             self._bulk(name, operands)
+        elif name.startswith("cp.reduce.async.bulk.global.shared.bulk_group."):
+            to, source, size, *_ = operands
+            parts = name.replace(".noftz", "").split(".")
+            if parts[-1] not in TYPES or parts[-2] not in OPERATIONS:
+                raise self._unknown()
+            how = [OPERATIONS.index(parts[-2]), TYPES.index(parts[-1])]
+            what = [*self._address(source), 0, *self._run(to, size)]
+            self._emit("cp.async.bulk.reduce", [*how, *what])
         elif name in ("cp.async.commit_group", "cp.async.wait_all"):
             self._emit(name, [])
         elif name == "cp.async.wait_group":
             self._emit(name, [self._number(operands[0])])
         elif name == "cp.async.shared.global":
             to, source, size, *rest = operands
-            taken = self._slot(rest[0], 4) if rest else -1
+            taken = self._taken(rest[0], size) if rest else -1
             places = [*self._address(to), *self._address(source)]
             self._emit("cp.async", [*places, self._number(size), taken])
         elif name.startswith("cp.async.mbarrier.arrive"):
@@ -621,8 +694,20 @@ class _Encoder:
         else:
             raise self._unknown()
 
+    def _taken(self, given: Operand, size: Operand) -> int:
+        """The bytes of the source that cp.async copies: a number, or all unless a predicate."""
+        kind = self.entry.registers.get(given.name) if isinstance(given, Register) else None
+        if kind != "pred":
+            return self._slot(given, 4)
+        slot = self._room(("taken", given), bytes(4 * LANES))
+        sizes = [self._constant(0, 4), self._slot(size, 4)]
+        self._emit("selp.b32", [slot, *sizes, self._slot(given, 0)])
+        return slot
+
     def _bulk(self, name: str, operands: Sequence[Operand]) -> None:
         tensor = int(".tensor." in name)
+        if ".im2col" in name or ".tile::" in name:
+            raise self._unknown()
         if name == "cp.async.bulk.commit_group":
             self._emit(name, [])
         elif name.startswith("cp.async.bulk.wait_group"):
@@ -686,10 +771,11 @@ class _Encoder:
         elif kind == "complete_tx":
             place, size = self._address(operands[0]), self._slot(operands[1], 4)
             self._emit("mbarrier.complete_tx", [*place, size])
-        elif kind == "arrive" and ".drop" not in name:
+        elif kind in ("arrive", "arrive_drop"):
             token, where, *rest = operands
             given = self._slot(rest[0], 4) if rest else -1
-            sizes = [-1, given, 1] if ".expect_tx" in name else [given, -1, 1]
+            how = 1 if kind == "arrive" else 2
+            sizes = [-1, given, how] if ".expect_tx" in name else [given, -1, how]
             self._emit("mbarrier.arrive", [*self._address(where), self._slot(token, 8), *sizes])
         elif kind in ("try_wait", "test_wait"):
             parity = ".parity" in name
@@ -728,6 +814,10 @@ class _Encoder:
 
 _SPECIAL = {
     **dict.fromkeys(("ld", "st"), _Encoder._access),
+    "ldu": _Encoder._access,
+    "mma": _Encoder._multiply,
+    "wmma": _Encoder._wmma,
+    "createpolicy": _Encoder._policy,
     **dict.fromkeys(("ldmatrix", "stmatrix"), _Encoder._matrices),
     **dict.fromkeys(("bar", "barrier"), _Encoder._barrier),
     **dict.fromkeys(("atom", "red"), _Encoder._atomic),

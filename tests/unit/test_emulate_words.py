@@ -169,3 +169,56 @@ E: mul.wide.u32 %rd1, %r19, 4; add.u64 %rd1, %rd1, %rd19; st.global.u32 [%rd1], 
     np.testing.assert_array_equal(y, [10, 10, 20, 20, 30, 30])
     with pytest.raises(Failed, match="there is no table E"):
         kernel(code.replace("brx.idx %r1, T", "brx.idx %r1, E"))
+
+
+def test_a_register_of_32_bits_below_zero_is_an_address_with_its_offset() -> None:
+    code = "mov.u32 %r1, tile; sub.u32 %r1, %r1, 128; st.shared.u32 [%r1+132], 5;"
+    code += "ld.shared.u32 %r2, [%r1+132]; st.global.u32 [%rd19], %r2;"
+    assert run(code, np.zeros(1, np.uint32), 1)[0] == 5
+
+
+def test_atomics_of_vectors_and_of_128_bits() -> None:
+    x = np.array([1, 2, 3, 4], np.float32)
+    code = "mov.f32 %f1, 0f3F800000; mov.f32 %f2, 0f40000000;"
+    code += "atom.global.add.v2.f32 {%f3, %f4}, [%rd18], {%f1, %f2};"
+    code += "red.global.add.v2.f32 [%rd18+8], {%f2, %f1}; st.global.v2.f32 [%rd19], {%f3, %f4};"
+    np.testing.assert_array_equal(run(code, x, 2, np.float32), [1, 2])
+    np.testing.assert_array_equal(x, [2, 4, 5, 5])
+    halves = np.array([1, 5, -2, 0.5], np.float16)
+    code = "mov.b32 %r1, 0x44004000; mov.b32 %r2, 0x3C003C00;"  # 4 and 2, 1 and 1
+    run(f"{code} red.global.max.noftz.v2.f16x2 [%rd18], {{%r1, %r2}};", halves, 1)
+    np.testing.assert_array_equal(halves, [2, 5, 1, 1])
+    wide = np.array([5, 6, 7, 8], np.uint64)
+    code = "ld.global.b128 %rq1, [%rd18]; ld.global.b128 %rq2, [%rd18+16];"
+    code += "atom.global.cas.b128 %rq3, [%rd18], %rq1, %rq2; mov.b128 {%rd1, %rd2}, %rq3;"
+    code += "st.global.v2.u64 [%rd19], {%rd1, %rd2}; mov.b128 %rq4, {%rd2, %rd1};"
+    code += "atom.global.exch.b128 %rq3, [%rd18+16], %rq4;"
+    np.testing.assert_array_equal(run(code, wide, 2, np.uint64), [5, 6])
+    np.testing.assert_array_equal(wide, [7, 8, 6, 5])
+
+
+def test_cache_hints_and_policies_change_nothing() -> None:
+    code = "createpolicy.fractional.L2::evict_first.b64 %rd1, 1.0;"
+    code += "ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%r1, %r2}, [%rd18], %rd1;"
+    code += "st.global.L2::cache_hint.v2.u32 [%rd19], {%r2, %r1}, %rd1;"
+    code += "prefetch.global.L2 [%rd18]; applypriority.global.L2::evict_normal [%rd18], 128;"
+    found = run(code, np.array([3, 4], np.uint32), 2)
+    np.testing.assert_array_equal(found, [4, 3])
+
+
+def test_a_copy_with_a_predicate_takes_nothing() -> None:
+    code = "setp.eq.u32 %p1, 0, 0; mov.u32 %r1, tile;"
+    code += "cp.async.ca.shared.global [%r1], [%rd18], 4, %p1;"
+    code += "cp.async.ca.shared.global [%r1+4], [%rd18+4], 4, !%p1; cp.async.wait_all;"
+    code += "ld.shared.v2.u32 {%r2, %r3}, [%r1]; st.global.v2.u32 [%rd19], {%r2, %r3};"
+    np.testing.assert_array_equal(run(code, np.array([7, 9], np.uint32), 2), [0, 9])
+
+
+def test_a_bulk_copy_that_adds() -> None:
+    x = np.arange(4, dtype=np.float32)
+    code = "mov.u32 %r1, tile; mov.f32 %f1, 0f40000000; st.shared.v4.f32 [%r1], "
+    code += "{%f1, %f1, %f1, %f1}; fence.proxy.async.shared::cta; mov.u32 %r2, 16;"
+    code += "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd18], [%r1], %r2;"
+    code += "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
+    run(code, x, 1)
+    np.testing.assert_array_equal(x, [2, 3, 4, 5])

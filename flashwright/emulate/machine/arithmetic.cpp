@@ -234,6 +234,10 @@ void add_plain_words(Table& table) {
           {"mad.hi.sat.s32", lanewise<Integer<int32_t>::mad_hi_sat>},
           {"min.relu.s32", lanewise<Integer<int32_t>::min_relu>},
           {"max.relu.s32", lanewise<Integer<int32_t>::max_relu>},
+          {"min.s16x2.relu", lanewise<Integer<int16_t>::min_relu, 2>},
+          {"max.s16x2.relu", lanewise<Integer<int16_t>::max_relu, 2>},
+          {"min.relu.s16x2", lanewise<Integer<int16_t>::min_relu, 2>},
+          {"max.relu.s16x2", lanewise<Integer<int16_t>::max_relu, 2>},
       });
 }
 
@@ -307,7 +311,9 @@ void add_arithmetic(Table& table) {
        {"mov.pack.b32", pack<4>},
        {"mov.pack.b64", pack<8>},
        {"mov.unpack.b32", unpack<4>},
-       {"mov.unpack.b64", unpack<8>}});
+       {"mov.unpack.b64", unpack<8>},
+       {"mov.pack.b128", pack<16>},
+       {"mov.unpack.b128", unpack<16>}});
   add_moves<uint16_t>(table, {"b16", "u16", "s16"});
   add_moves<uint32_t>(table, {"b32", "u32", "s32", "f32"});
   add_moves<uint64_t>(table, {"b64", "u64", "s64", "f64"});

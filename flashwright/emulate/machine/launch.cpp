@@ -20,6 +20,7 @@ Table table() {
   add_call(all);
   add_builtin(all);
   add_words(all);
+  add_fragments(all);
   return all;
 }
 
@@ -80,7 +81,8 @@ int32_t meeting(const fw_launch& launch, int32_t n) {
     default: break;
   }
   auto begins = [&](const char* stem) { return name.rfind(stem, 0) == 0; };
-  if (begins("mma.") || begins("ldmatrix") || begins("stmatrix") || begins("movmatrix") || begins("wgmma.")) {
+  if (begins("mma.") || begins("ldmatrix") || begins("stmatrix") || begins("movmatrix") || begins("wgmma.") ||
+      begins("wmma.") || begins("product")) {
     return fw::kWithWarp;
   }
   bool members = begins("shfl.") || begins("vote.") || begins("match.") || begins("redux.") || begins("elect.") ||

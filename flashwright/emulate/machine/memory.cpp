@@ -259,7 +259,7 @@ void load(Context& c, const int32_t* o, uint32_t mask) {
       uint64_t value = 0;
       if (from != nullptr) std::memcpy(&value, from + n * a.bytes, a.bytes);
       if (a.is_signed && a.bytes < 8 && (value >> (8 * a.bytes - 1) & 1)) value |= ~uint64_t{0} << (8 * a.bytes);
-      if (a.registers[n] >= 0) std::memcpy(c.warp->registers + a.registers[n] + lane * a.width, &value, a.width);
+      if (a.registers[n] >= 0) std::memcpy(c.warp->registers + a.registers[n] + lane * a.width, &value, std::min(a.width, 8));
     }
   });
 }

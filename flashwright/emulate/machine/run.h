@@ -335,8 +335,8 @@ inline void meet(FullWarp& warp) { warp.met = ++warp.clock.known[warp.number]; }
 
 // The address of an operand (slot, bytes of the register, offset) in a lane.
 inline uint64_t address_of(Context& c, const int32_t* o, int lane) {
-  uint64_t base = o[1] == 8 ? lanes<uint64_t>(c, o[0])[lane] : lanes<uint32_t>(c, o[0])[lane];
-  return base + static_cast<int64_t>(o[2]);
+  if (o[1] == 8) return lanes<uint64_t>(c, o[0])[lane] + static_cast<int64_t>(o[2]);
+  return static_cast<uint32_t>(lanes<uint32_t>(c, o[0])[lane] + o[2]);  // of 32 bits, where a register is below 0
 }
 
 // Where generic addresses mean something else than global memory.
@@ -359,6 +359,9 @@ void leave(Context& context, const int32_t* operand, uint32_t mask, const Placed
 // The bytes at an address of local memory, or at a generic one, or null, which has then been told.
 uint8_t* local(Context& context, int lane, uint64_t address, int bytes, bool write);
 uint8_t* generic(Context& context, int lane, uint64_t address, int bytes, bool write);
+
+// An atomic operation on each number in some bytes of global memory (encode.py's OPERATIONS and TYPES).
+void reduce(int32_t operation, int32_t type, uint8_t* to, const uint8_t* from, int bytes);
 
 void add_barrier(Table& table);
 void add_builtin(Table& table);

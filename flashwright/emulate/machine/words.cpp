@@ -139,6 +139,24 @@ template <int kRound> void add_directed64(Table& table, const string& round) {
        {"rcp", directed<kRound, kRcp64>}});
 }
 
+template <int kRound, class T>
+void whole_to_double(Context& c, const int32_t* o, uint32_t mask) {
+  const T* a = lanes<const T>(c, o[1]);
+  double out[kLanes];
+  std::fesetround(kRound);
+  asm volatile("" ::: "memory");
+  for (int lane = 0; lane < kLanes; ++lane) out[lane] = static_cast<double>(a[lane]);
+  asm volatile("" : : "r"(out) : "memory");
+  std::fesetround(FE_TONEAREST);
+  store(c, o[0], mask, out, sizeof(double));
+}
+
+template <class T> void add_whole_to_double(Table& table, const string& type) {
+  table["cvt.rz.f64." + type] = whole_to_double<FE_TOWARDZERO, T>;
+  table["cvt.rm.f64." + type] = whole_to_double<FE_DOWNWARD, T>;
+  table["cvt.rp.f64." + type] = whole_to_double<FE_UPWARD, T>;
+}
+
 // The upper word of the number in, the upper word of the result out.
 double upper(double x) { return bits_as<double>(bits_as<uint64_t>(x) & ~uint64_t{0xffffffff}); }
 double flush64(double x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0, x) : x; }
@@ -303,6 +321,8 @@ void add_words(Table& table) {
   add_directed64<FE_TOWARDZERO>(table, ".rz");
   add_directed64<FE_DOWNWARD>(table, ".rm");
   add_directed64<FE_UPWARD>(table, ".rp");
+  add_whole_to_double<int64_t>(table, "s64");
+  add_whole_to_double<uint64_t>(table, "u64");
   table["mad24.hi.sat.s32"] = lanewise<mad24_sat>;
   table["fns.b32"] = lanewise<find_nth>;
   table["rcp.approx.ftz.f64"] = lanewise<rough_rcp>;
