@@ -22,6 +22,7 @@ from flashwright.emulate.ptx import (
     Variable,
     Vector,
 )
+from flashwright.emulate.support import refusal
 
 BUILT_IN = ("vprintf", "__assertfail", "malloc", "free")
 """Functions that the emulator has itself: machine/builtin.cpp."""
@@ -173,7 +174,7 @@ def _called(module: Module, entry: Entry) -> dict[str, Entry]:
             continue
         body = module.functions.get(name)
         if body is None:
-            raise bad(line, f"the function {name} is not in this file")
+            raise bad(line, refusal(name) or f"the function {name} is not in this file")
         if body.failure is not None:
             raise body.failure
         found[name] = body

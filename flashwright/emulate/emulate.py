@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flashwright.build.load import shown_dims
 from flashwright.build.plan_rules import LAYOUTS, caller_order
-from flashwright.emulate.encode import ACQUIRES, MODULE, EncodedKernel, encode
+from flashwright.emulate.encode import ACQUIRES, MODULE, EncodedKernel, encode, refused
 from flashwright.emulate.launch_limits import check_launch
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import bad, parse
@@ -84,6 +84,8 @@ class Finding:
     in the allocation and its size."""
     text: str = ""
     """The expression of an assertion."""
+    callers: tuple[Instruction, ...] = ()
+    """The calls that the thread is in, the innermost first, at most four."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,7 @@ def _findings(program: EncodedKernel, count: int, found: Any) -> tuple[Finding, 
     try:
         if count < 0:
             one = program.source[-1 - count]
-            raise bad(one.line, f"the machine does not know {one.opcode}")
+            raise refused(one, f"the machine does not know {one.opcode}")
         return tuple(_finding(program, f) for f in found[: min(count, _ROOM)])
     except IndexError:  # the kernel has corrupted the machine
         raise bad(1, "the machine reports instructions that do not exist") from None
@@ -282,6 +284,7 @@ def _finding(program: EncodedKernel, found: Any) -> Finding:
         program.source[found.other] if found.other >= 0 else None,
         (found.detail[0], found.detail[1]),
         _assertion(program, found.address) if program.names[found.instruction] == ASSERT else "",
+        tuple(program.source[at] for at in found.callers if at >= 0),
     )
 
 

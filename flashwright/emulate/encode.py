@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,9 @@ from flashwright.emulate.ptx import (
     Variable,
     Vector,
 )
+from flashwright.emulate.support import refusal
 from flashwright.emulate.widths import BYTES, flat, narrowed, operand_width, width_of
+from flashwright.lang.diagnostic import Diagnostic, Failed
 
 LANES = 32
 MODULE = 1 << 38  # where variables of the module lie in global memory
@@ -183,6 +186,30 @@ class EncodedKernel:
         return names, [np.array(numbers or [0], np.int32) for numbers in lists]
 
 
+def refused(one: Instruction, why: str) -> Failed:
+    """The Failed (FW831) for an instruction, with its lines of PTX and of the source."""
+    source = next((place for place in one.source_lines if place.line > 0), None)
+    where = f" ({PurePath(source.file).name}:{source.line})" if source else ""
+    text = why if one.opcode in why else f"`{one.opcode}`: {why}"
+    return Failed(Diagnostic("FW831", f"PTX line {one.line}{where}: {text}"))
+
+
+def spelled() -> Iterator[str]:
+    """Names of instructions that have operands of their own here, for the documentation."""
+    yield from ("bra", "brx.idx", "call", "ret", "exit", "trap", "brkpt", "membar", "fence.proxy")
+    yield from _NOTHING
+    yield from (f"v{op}{parts}" for op in _VIDEOS for parts in ("", "2", "4"))
+    yield from ("createpolicy", "barrier", "ldu", "bar.cta.sync.arrive.red.popc.and.or")
+    yield from ("cp.reduce.async.bulk.global.shared", "cp.async.ca.cg.shared.global")
+    yield from ("cp.async.bulk.tensor.1d.2d.3d.4d.5d.tile.prefetch", "cp.async.bulk.bulk_group")
+    yield from (f"{kind}.{op}" for kind in ("atom", "red") for op in OPERATIONS)
+    yield from (f"{kind}.{part}" for kind in ("atom", "red") for part in (*TYPES, *_VECTORS))
+    yield from (f"wmma.{how}.{kind}" for how in ("load", "store", "mma") for kind in ELEMENTS)
+    yield from (f"mma.sync.{kind}" for kind in ("f64", "s4", "u4", "b1", "xor", "and", "popc"))
+    yield from (f"wgmma.{how}" for how in ("mma_async", "fence", "commit_group", "wait_group"))
+    yield from (f"mbarrier.{how}" for how in ("arrive_drop", "expect_tx", "test_wait", "try_wait"))
+
+
 def encode(module: Module, entry: Entry) -> EncodedKernel:
     """The encoded kernel. Raises Failed with FW831 at the first invalid instruction."""
     return _Encoder(module, entry).program()
@@ -252,10 +279,15 @@ class _Encoder:
         for instruction in self.entry.code:
             self.starts.append(len(self.made.names))
             self.line, self.now = instruction.line, instruction
+            if why := refusal(instruction.opcode):
+                raise refused(instruction, why)
             try:
                 self._instruction(instruction)
             except (*UNREADABLE, AssertionError):
-                raise bad(self.line, f"cannot execute {instruction.opcode}") from None
+                raise refused(instruction, f"cannot execute {instruction.opcode}") from None
+            except Failed as failed:
+                why = failed.diagnostics[0].message.partition(": ")[2]
+                raise refused(instruction, why) from None
         self.starts.append(len(self.made.names))
         # A kernel may end without `ret`.
         self.now = Instruction("ret", (), None, self.line)

@@ -46,6 +46,7 @@ _VERBS = {
 }
 _TYPE = re.compile(r"\.[busf](8|16|32|64|128)$")
 _MOST_HEAP = 1 << 36
+_MOST_CALLS = 4
 _NEAR = 1 << 19  # bytes up to which an address counts as near a tensor
 
 
@@ -84,11 +85,14 @@ class Location:
     tl: int | None = None
     name: str = NAME
     program: str = "code.tl"
+    calls: tuple[str, ...] = ()
+    """The lines of the calls that it was inlined into, the innermost first."""
 
     def __str__(self) -> str:
         """`code.tl:36, kernel.cu:88, PTX line 1203`."""
         found = [f"{self.program}:{self.tl}"] if self.tl is not None else []
         found += [f"{self.name}:{self.source}"] if self.source is not None else []
+        found += [f"called at {place}" for place in self.calls]
         return ", ".join([*found, f"PTX line {self.ptx}"])
 
 
@@ -106,7 +110,15 @@ def locate(instruction: Instruction, origin: Origin) -> Location:
     line = next((one for one in lines if origin.map.tl_line(one) is not None), lines[0])
     tl = origin.map.tl_line(line)
     tl = origin.map.tl_before(line) if tl is None else tl
-    return Location(instruction.line, line, tl, name, origin.map.tl)
+    calls = () if origin.tl else _calls_of(instruction, origin, line)
+    return Location(instruction.line, line, tl, name, origin.map.tl, calls)
+
+
+def _calls_of(instruction: Instruction, origin: Origin, line: int) -> tuple[str, ...]:
+    """The lines in the source of the calls that an instruction was inlined into."""
+    own = [p.line for p in instruction.source_lines if PurePath(p.file).name == origin.source]
+    outer = [one for one in dict.fromkeys(own) if one > 0 and one != line]
+    return tuple(f"{origin.shown or origin.source}:{one}" for one in outer[:_MOST_CALLS])
 
 
 def thread(finding: Finding) -> str:
@@ -151,7 +163,8 @@ def _diagnostic(group: Sequence[Finding], origin: Origin) -> Diagnostic:
     here = locate(first.instruction, origin)
     who = f"{thread(first)} of {block(first.block, origin.grid)}"
     more = f"; at {len(group)} instructions of that line" if len(group) > 1 else ""
-    text = f"{first.kind} at {here}: {who} {_told(first, origin)}{more}"
+    calls = "".join(f", called at {locate(one, origin)}" for one in first.callers)
+    text = f"{first.kind} at {here}{calls}: {who} {_told(first, origin)}{more}"
     hint = f"`{first.instruction.opcode}`"
     secondary: tuple[Label, ...] = ()
     if first.other is not None:

@@ -32,6 +32,7 @@ class FindingRecord(ctypes.Structure):
         *((n, ctypes.c_int32) for n in ("kind", "instruction", "block", "warp", "lane", "other")),
         ("address", ctypes.c_uint64),
         ("detail", ctypes.c_int64 * 2),
+        ("callers", ctypes.c_int32 * 4),
     )
 
 

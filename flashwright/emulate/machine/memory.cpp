@@ -11,7 +11,12 @@ void Machine::find(const Context& context, FindingKind kind, int lane, uint64_t 
   if (++echoes >= 10000) stopped = true;
   if (kind != kDeadlock && !told.insert({kind, context.instruction}).second) return;
   findings.push_back({kind, context.instruction, context.block->number, context.warp->number, lane, other,
-                      address, {first, second}});
+                      address, {first, second}, {-1, -1, -1, -1}});
+  if (lane < 0) return;
+  const std::vector<Call>& calls = full(context).calls[lane];
+  for (size_t n = 0; n < std::min<size_t>(4, calls.size()); ++n) {
+    findings.back().callers[n] = calls[calls.size() - 1 - n].back - 1;
+  }
 }
 
 uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes, bool write, int align,

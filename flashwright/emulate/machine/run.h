@@ -40,6 +40,7 @@ struct Finding {
   int32_t kind, instruction, block, warp, lane, other;
   uint64_t address;
   int64_t detail[2];
+  int32_t callers[4];  // the calls that the lane is in, the innermost first; -1: no more
 };
 
 struct Counts {
