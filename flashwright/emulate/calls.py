@@ -1,19 +1,20 @@
-"""Calls of device functions: their bodies take the place of the calls.
+"""Device functions: a kernel and all functions that it may call become one list of instructions.
 
-A function has one set of registers and local variables for all its calls, because it does not call
-itself. Its parameters are the variables that the call names, in local memory.
+A function has one set of registers; one that may call itself saves them when it is entered. Its
+parameters, results and local variables lie in its frame, on a stack in each thread's local memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from flashwright.emulate.parse import bad
 from flashwright.emulate.ptx import (
     Address,
     Entry,
     Instruction,
+    Module,
     Operand,
     Pair,
     Register,
@@ -21,148 +22,239 @@ from flashwright.emulate.ptx import (
     Variable,
     Vector,
 )
+from flashwright.emulate.support import refusal
 
-BUILT_IN = ("vprintf", "__assertfail")
-_MOST_INSTRUCTIONS = 1 << 18
-
-
-def inline_calls(entry: Entry, functions: Mapping[str, Entry]) -> Entry:
-    """The kernel without calls. Raises Failed with FW831 for a call that cannot be executed."""
-    if not any(_is_call(one) for one in entry.code):
-        return entry
-    made = _Inliner(functions)
-    made.add(entry, _Call())
-    return replace(
-        entry,
-        registers=made.registers,
-        variables=tuple(made.variables.values()),
-        code=tuple(made.code),
-        labels=made.labels,
-    )
-
-
-def _is_call(one: Instruction) -> bool:
-    return one.opcode.partition(".")[0] == "call"
+BUILT_IN = ("vprintf", "__assertfail", "malloc", "free")
+"""Functions that the emulator has itself: machine/builtin.cpp."""
+FRAME = "%frame"
+"""The register with the address of the frame in local memory."""
+_ALIGN = 16  # of a frame, at least
+_RECURSION = 1 << 16  # bytes of stack for functions that call themselves
 
 
 @dataclass(frozen=True)
-class _Call:
-    """Where a body stands: in the kernel itself, or in place of a call."""
+class Function:
+    """A device function in the code of a kernel."""
 
-    callers: tuple[str, ...] = ()
-    number: int = 0
-    given: Mapping[str, str] = field(default_factory=dict)
-    """The caller's variable of each parameter and result."""
+    number: int
+    """Its number among the functions of the module."""
+    label: str
+    parameters: int
+    """The bytes of its parameters, with which its frame begins."""
+    arguments: int
+    """The same with its results."""
+    frame: int
+    recursive: bool
+    """Whether it may call itself: then it saves its registers when it is entered."""
+    registers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Linked:
+    """A kernel with its functions. `call`, `enter` and `leave` are instructions in it."""
+
+    entry: Entry
+    functions: Mapping[str, Function]
+    variables: Mapping[str, Variable]
+    """The local variables, those of functions too."""
+    stack: Mapping[str, int]
+    """The offset of each variable of a function in the function's frame."""
+
+    align: int
+    """Of a frame."""
 
     @property
-    def suffix(self) -> str:
-        return f"@{self.callers[-1]}" if self.callers else ""
-
-    @property
-    def end(self) -> str:
-        """The label behind the body."""
-        return f"end@{self.number}"
+    def stack_bytes(self) -> int:
+        """Bytes of local memory that the functions may need."""
+        frames = [function.frame for function in self.functions.values()]
+        cycles = any(function.recursive for function in self.functions.values())
+        return sum(frames) + (_RECURSION if cycles else 0)
 
 
-class _Inliner:
-    def __init__(self, functions: Mapping[str, Entry]) -> None:
-        self.functions = functions
-        self.registers: dict[str, str] = {}
-        self.variables: dict[str, Variable] = {}
-        self.code: list[Instruction] = []
-        self.labels: dict[str, int] = {}
-        self.calls = 0
+def link(module: Module, entry: Entry) -> Linked:
+    """The kernel with all functions that it may call. Raises Failed with FW831 for a call that
+    cannot be executed."""
+    linker = _Linker(module, entry)
+    called = _called(module, entry)
+    cycles = _recursive(called, module)
+    aligns = [v.align for body in called.values() for v in body.variables]
+    linker.align = max([_ALIGN, *aligns])
+    for body in called.values():
+        linker.add(body, body.name in cycles)
+    return linker.linked()
 
-    def add(self, body: Entry, call: _Call) -> None:
-        """Add a body to the code."""
-        self.registers |= {name + call.suffix: kind for name, kind in body.registers.items()}
-        for variable in body.variables:
-            name = variable.name + call.suffix
-            self.variables[name] = replace(variable, name=name)
-        renamed = _Renamed(body, call)
-        labels: dict[int, list[str]] = {}
-        for label, at in body.labels.items():
-            labels.setdefault(at, []).append(label)
-        for n, one in enumerate(body.code):
-            self.labels |= {renamed.label(name): len(self.code) for name in labels.get(n, ())}
-            self._add_one(renamed.instruction(one), call)
-        after = labels.get(len(body.code), ())
-        self.labels |= {renamed.label(name): len(self.code) for name in after}
-        if call.callers:
-            self.labels[call.end] = len(self.code)
 
-    def _add_one(self, one: Instruction, call: _Call) -> None:
-        if _is_call(one):
-            self._call(one, call)
-        elif one.opcode.partition(".")[0] == "ret" and call.callers:
-            self.code.append(replace(one, opcode="bra", operands=(Symbol(call.end),)))
-        else:
-            self.code.append(one)
-        if len(self.code) > _MOST_INSTRUCTIONS:
-            raise bad(one.line, f"more than {_MOST_INSTRUCTIONS} instructions with all calls")
+class _Linker:
+    def __init__(self, module: Module, entry: Entry) -> None:
+        self.entry, self.numbers = entry, {name: n for n, name in enumerate(module.functions)}
+        self.align = _ALIGN
+        self.functions: dict[str, Function] = {}
+        self.stack: dict[str, int] = {}
+        self.variables = {variable.name: variable for variable in entry.variables}
+        self.registers, self.labels = dict(entry.registers), dict(entry.labels)
+        self.code = list(entry.code)
 
-    def _call(self, one: Instruction, call: _Call) -> None:
-        target, results, parameters = one.operands
-        assert isinstance(results, Vector)
-        assert isinstance(parameters, Vector)
-        if not isinstance(target, Symbol):
-            raise bad(one.line, "a function is called by its address")
-        if target.name in BUILT_IN:
-            given = (*results.items, *parameters.items)
-            self.code.append(replace(one, opcode=target.name, operands=given))
-            return
-        body = self.functions.get(target.name)
+    def add(self, body: Entry, recursive: bool) -> None:
+        renamed = _Renamed(body)
+        registers = {renamed.name(name): kind for name, kind in body.registers.items()}
+        self.registers |= registers
+        parameters, results, own = (
+            [replace(variable, name=renamed.name(variable.name)) for variable in part]
+            for part in (body.parameters, body.results, body.variables)
+        )
+        arguments = packed([*parameters, *results])[1]
+        on_stack = [*parameters, *results, *(v for v in own if v.space == "local")]
+        offsets, frame = packed(on_stack)
+        self.variables |= {v.name: v for v in (*on_stack, *own)}
+        self.stack |= {v.name: at for v, at in zip(on_stack, offsets, strict=True)}
+        self.functions[body.name] = Function(
+            self.numbers[body.name],
+            renamed.name(""),
+            packed(parameters)[1],
+            arguments,
+            aligned(frame, self.align),
+            recursive,
+            tuple(registers),
+        )
+        self._add_code(body, renamed)
+
+    def _add_code(self, body: Entry, renamed: _Renamed) -> None:
+        code = self.code
+        last = code[-1].line if code else 1
+        # Nothing runs from one body into the next.
+        code.append(Instruction("exit", (), None, last))
+        first = body.code[0] if body.code else code[-1]
+        enter = replace(first, opcode="enter", operands=(Symbol(body.name),), guard=None)
+        self.labels[renamed.name("")] = len(code)
+        code.append(enter)
+        self.labels |= {renamed.name(label): len(code) + at for label, at in body.labels.items()}
+        code += [renamed.instruction(instruction) for instruction in body.code]
+        code.append(replace(enter, opcode="leave", line=code[-1].line))
+
+    def linked(self) -> Linked:
+        placed = tuple(v for name, v in self.variables.items() if name not in self.stack)
+        entry = replace(
+            self.entry,
+            registers=self.registers,
+            labels=self.labels,
+            code=tuple(self.code),
+            variables=placed,
+        )
+        return Linked(entry, self.functions, self.variables, self.stack, self.align)
+
+
+def packed(variables: Sequence[Variable], start: int = 0) -> tuple[list[int], int]:
+    """The offset of each variable from `start` on, and their end."""
+    offsets, end = [], start
+    for variable in variables:
+        offsets.append(aligned(end, variable.align))
+        end = offsets[-1] + variable.size
+    return offsets, end
+
+
+def aligned(size: int, align: int) -> int:
+    """The size, or the next larger one that is a multiple of `align`."""
+    return -(-size // align) * align
+
+
+def is_call(one: Instruction) -> bool:
+    """Whether it calls a function."""
+    return one.opcode.partition(".")[0] == "call"
+
+
+def _called(module: Module, entry: Entry) -> dict[str, Entry]:
+    """The functions that the kernel may call, by name."""
+    found: dict[str, Entry] = {}
+    waiting = list(_named(entry, module))
+    taken = dict.fromkeys(sorted(_taken(module)), 1) if _by_address(entry) else {}
+    waiting += taken.items()
+    while waiting:
+        name, line = waiting.pop()
+        if name in found or name in BUILT_IN:
+            continue
+        body = module.functions.get(name)
         if body is None:
-            raise bad(one.line, f"the function {target.name} is not in this file")
+            raise bad(line, refusal(name) or f"the function {name} is not in this file")
         if body.failure is not None:
             raise body.failure
-        if target.name in call.callers:
-            raise bad(one.line, f"the function {target.name} calls itself")
-        formal = [*body.results, *body.parameters]
-        actual = [*results.items, *parameters.items]
-        names = [item.name for item in actual if isinstance(item, Symbol)]
-        if len(names) != len(formal):
-            raise bad(one.line, f"the function {target.name} takes other parameters")
-        self.calls += 1
-        pairs = zip(formal, names, strict=True)
-        made = _Call(
-            (*call.callers, target.name), self.calls, {own.name: name for own, name in pairs}
-        )
-        if one.guard is not None:
-            skip = replace(one.guard, negated=not one.guard.negated)
-            self.code.append(replace(one, opcode="bra", operands=(Symbol(made.end),), guard=skip))
-        self.add(body, made)
+        found[name] = body
+        waiting += _named(body, module)
+        if not taken and _by_address(body):
+            taken = dict.fromkeys(sorted(_taken(module)), line)
+            waiting += taken.items()
+    return found
+
+
+def _by_address(body: Entry) -> bool:
+    return any(is_call(one) and isinstance(one.operands[0], Register) for one in body.code)
+
+
+def _taken(module: Module) -> set[str]:
+    """The functions whose addresses stand in variables or are taken by code."""
+    found = {name for v in module.variables for _, name, _ in v.addresses}
+    for body in (*module.entries.values(), *module.functions.values()):
+        found |= {name for one in body.code if not is_call(one) for name in _symbols(one.operands)}
+    return found & set(module.functions)
+
+
+def _named(body: Entry, module: Module) -> Iterator[tuple[str, int]]:
+    """The functions that a body calls or takes the addresses of, with the line."""
+    for one in body.code:
+        operands = one.operands[:1] if is_call(one) else one.operands
+        for name in _symbols(operands):
+            if is_call(one) or name in module.functions:
+                yield name, one.line
+
+
+def _symbols(operands: Sequence[Operand]) -> Iterator[str]:
+    for one in operands:
+        if isinstance(one, Symbol):
+            yield one.name
+        elif isinstance(one, Vector):
+            yield from _symbols(one.items)
+
+
+def _recursive(called: Mapping[str, Entry], module: Module) -> set[str]:
+    """The functions that may call themselves."""
+    taken = _taken(module)
+    after = {
+        name: {n for n, _ in _named(body, module)} | (taken if _by_address(body) else set())
+        for name, body in called.items()
+    }
+    while True:
+        grown = {
+            name: some.union(*(after.get(n, ()) for n in some)) for name, some in after.items()
+        }
+        if grown == after:
+            return {name for name, some in after.items() if name in some}
+        after = grown
 
 
 class _Renamed:
-    """The names of a body at the place of a call."""
+    """A function's body with names of its own."""
 
-    def __init__(self, body: Entry, call: _Call) -> None:
-        self.body, self.call = body, call
-        own = {variable.name for variable in body.variables}
-        self.variables = {**{name: name + call.suffix for name in own}, **call.given}
+    def __init__(self, body: Entry) -> None:
+        self.body = body
+        variables = (*body.variables, *body.parameters, *body.results)
+        self.own = {*body.registers, *body.labels, *(variable.name for variable in variables)}
 
-    def label(self, name: str) -> str:
-        return f"{name}@call{self.call.number}" if self.call.callers else name
+    def name(self, name: str) -> str:
+        return f"{name}@{self.body.name}"
 
     def instruction(self, one: Instruction) -> Instruction:
-        if not self.call.callers:
-            return one
         guard = self._operand(one.guard) if one.guard else None
         assert guard is None or isinstance(guard, Register)
         operands = tuple(self._operand(operand) for operand in one.operands)
         opcode = one.opcode
-        if opcode.startswith(("ld.param", "st.param")):
+        if opcode.startswith(("ld.param", "st.param", "cvta.param", "cvta.to.param")):
             opcode = opcode.replace(".param", ".local")
+        elif opcode.partition(".")[0] == "ret":
+            opcode, operands = "leave", (Symbol(self.body.name),)
         return replace(one, opcode=opcode, operands=operands, guard=guard)
 
     def _operand(self, one: Operand) -> Operand:
-        if isinstance(one, Register):
-            known = one.name in self.body.registers
-            return replace(one, name=one.name + self.call.suffix) if known else one
-        if isinstance(one, Symbol):
-            label = one.name in self.body.labels and one.name not in self.variables
-            return Symbol(self.label(one.name) if label else self.variables.get(one.name, one.name))
+        if isinstance(one, Register | Symbol):
+            return replace(one, name=self.name(one.name)) if one.name in self.own else one
         if isinstance(one, Vector):
             return Vector(tuple(self._operand(item) for item in one.items))
         if isinstance(one, Pair):

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from flashwright.build.load import shown_dims
 from flashwright.build.plan_rules import LAYOUTS, caller_order
-from flashwright.emulate.encode import ACQUIRES, MODULE, EncodedKernel, encode
+from flashwright.emulate.encode import ACQUIRES, MODULE, EncodedKernel, encode, refused
 from flashwright.emulate.launch_limits import check_launch
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.ptx import Instruction
 from flashwright.emulate.structs import (
+    HEAP,
     OUTPUT,
     READ,
     READ_WRITE,
@@ -55,6 +56,10 @@ _ROOM = 256
 _SPARE = bytes(1024)  # after the registers: an instruction may read past the last one
 _SWIZZLES = {0: "none", 32: "32B", 64: "64B", 128: "128B"}
 _TMA_UNIT, _MAP_BYTES = 16, 128
+HEAP_BASE, HEAP_BYTES = 1 << 37, 8 << 20  # of malloc, as CUDA has them unless it is told otherwise
+ASSERT = "__assertfail"
+_HEAP_TABLE = 1 << 20  # bytes of the list of allocations
+_PRINTED = 1 << 20  # bytes of printf in a launch, as CUDA has them
 _LISTS = ("code", "operands", "touched", "specials")
 _ZEROS = np.zeros(_TMA_UNIT, np.uint8)  # in place of a tensor without elements
 
@@ -76,7 +81,12 @@ class Finding:
     """The instruction that it conflicts with."""
     detail: tuple[int, int]
     """For a barrier: the arrivals and bytes that it still waits for. For a transaction: bytes. For
-    a TMA box with an invalid start: the axis and the coordinate."""
+    a TMA box with an invalid start: the axis and the coordinate. For memory of malloc: the offset
+    in the allocation and its size."""
+    text: str = ""
+    """The expression of an assertion."""
+    callers: tuple[Instruction, ...] = ()
+    """The calls that the thread is in, the innermost first, at most four."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,8 @@ class LaunchResult:
     findings: tuple[Finding, ...]
     counts: NDArray[np.int64]
     """A row for each of the program's instructions, with the columns COUNTS."""
+    printed: str = ""
+    """What the kernel has printed."""
 
 
 parse_once = functools.lru_cache(2)(parse)
@@ -149,12 +161,14 @@ def launch(
     variables: Variables | None = None,
     machine: Machine = here,
     constants: Collection[str] = (),
+    heap: Array | None = None,
 ) -> LaunchResult:
     """Run a grid of thread blocks. `shared` bytes are added to what the kernel declares.
 
     `schedule` says when asynchronous work is done: `eager`, when it is started; `lazy`, as late as
     a wait allows; `random:SEED`, at any moment between, with the warps in any order. `constants`
-    are those without an initialiser that the caller has set: a read of others is a finding. Raises
+    are those without an initialiser that the caller has set: a read of others is a finding. `heap`
+    is the memory of malloc (make_heap), as an earlier launch has left it. Raises
     Failed with FW831 for a launch that no GPU can do.
     """
     check_launch(program, grid, block, shared)
@@ -165,6 +179,11 @@ def launch(
     # A struct may be padded at its end.
     given = np.frombuffer(parameters.ljust(max(program.parameter_bytes, 1), b"\0"), np.uint8)
     known = [*regions, *_module_regions(program, data, constants)]
+    if heap is None and "malloc" in program.names:
+        heap = make_heap()
+    if heap is not None and ("malloc" in program.names or heap[-_HEAP_TABLE:][:8].any()):
+        known.append(Region(HEAP_BASE, heap.nbytes, heap.ctypes.data, HEAP))
+    printed = np.zeros(8 + (_PRINTED if "vprintf" in program.names else 0), np.uint8)
     listed = (Region * len(known))(*known)
     found = (FindingRecord * _ROOM)()
     counts = np.zeros((len(program.names), len(COUNTS)), np.int64)
@@ -193,6 +212,8 @@ def launch(
         findings=ctypes.addressof(found),
         finding_room=_ROOM,
         counts=counts.ctypes.data,
+        printed=printed.ctypes.data,
+        printed_room=printed.nbytes,
     )
     lists = dict(zip(_LISTS, (part.nbytes for part in program.packed[1]), strict=True))
     sizes = {
@@ -201,10 +222,24 @@ def launch(
         "parameters": given.nbytes,
         "findings": ctypes.sizeof(found),
         "counts": counts.nbytes,
+        "printed": printed.nbytes,
     }
     told.kept = names
     count = machine(told, sizes, known)
-    return LaunchResult(_findings(program, count, found), counts)
+    return LaunchResult(_findings(program, count, found), counts, _text(printed))
+
+
+def make_heap(size: int = HEAP_BYTES) -> Array:
+    """The memory of malloc, in which nothing is allocated yet."""
+    return np.zeros(2 * size + _HEAP_TABLE, np.uint8)
+
+
+def _text(printed: Array) -> str:
+    """What the kernel has printed; the buffer begins with its length."""
+    length = max(int(printed[:8].view(np.int64)[0]), 0)
+    text = printed[8 : 8 + length].tobytes().decode("utf-8", "replace")
+    lost = length - (printed.nbytes - 8)
+    return text if lost <= 0 else f"{text}\n({lost} bytes more were printed)\n"
 
 
 def _module_regions(
@@ -237,7 +272,7 @@ def _findings(program: EncodedKernel, count: int, found: Any) -> tuple[Finding, 
     try:
         if count < 0:
             one = program.source[-1 - count]
-            raise bad(one.line, f"the machine does not know {one.opcode}")
+            raise refused(one, f"the machine does not know {one.opcode}")
         return tuple(_finding(program, f) for f in found[: min(count, _ROOM)])
     except IndexError:  # the kernel has corrupted the machine
         raise bad(1, "the machine reports instructions that do not exist") from None
@@ -253,7 +288,17 @@ def _finding(program: EncodedKernel, found: Any) -> Finding:
         found.address,
         program.source[found.other] if found.other >= 0 else None,
         (found.detail[0], found.detail[1]),
+        _assertion(program, found.address) if program.names[found.instruction] == ASSERT else "",
+        tuple(program.source[at] for at in found.callers if at >= 0),
     )
+
+
+def _assertion(program: EncodedKernel, address: int) -> str:
+    """The text at an address among the variables of the module."""
+    start = address - MODULE
+    if not 0 <= start < len(program.data):
+        return ""
+    return bytes(program.data[start:]).partition(b"\0")[0].decode("utf-8", "replace")
 
 
 def behind(base: int, size: int) -> int:

@@ -56,6 +56,14 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(library_file(tell=True)))
 
 
+@functools.cache
+def known() -> frozenset[str]:
+    """The names of all instructions that the machine executes."""
+    names = library().fw_names
+    names.restype = ctypes.c_char_p
+    return frozenset(names().decode().split())
+
+
 def library_file(tell: bool = False) -> Path:
     """The path of the compiled library: the wheel's, or one that this machine compiles once.
 

@@ -30,7 +30,7 @@ from flashwright.sandbox.limits import Limits
 from flashwright.sandbox.place import environment, make_folder, policy
 
 _ALIGNED = 64
-_WRITTEN = ("findings", "counts")
+_WRITTEN = ("findings", "counts", "printed")
 Parts = list[tuple[int, int, int]]
 
 

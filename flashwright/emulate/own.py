@@ -18,7 +18,14 @@ from numpy.typing import DTypeLike
 from flashwright.build.compile import NAME
 from flashwright.emulate.arguments import pack, value_bytes
 from flashwright.emulate.device_memory import Array, Memory, Placeable, as_placeable
-from flashwright.emulate.emulate import LaunchResult, launch, parse_once, prepare, variables_of
+from flashwright.emulate.emulate import (
+    LaunchResult,
+    launch,
+    make_heap,
+    parse_once,
+    prepare,
+    variables_of,
+)
 from flashwright.emulate.encode import MODULE, PlacedVariable
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.own_source import CompileOptions, checked_folders, compile_own
@@ -59,8 +66,8 @@ class LaunchReport(LaunchResult):
 
     def __str__(self) -> str:
         if self.ok:
-            return f"{self.name}: nothing found"
-        return terminal(self.diagnostics, self.text, self.name).rstrip("\n")
+            return f"{self.printed}{self.name}: nothing found"
+        return self.printed + terminal(self.diagnostics, self.text, self.name).rstrip("\n")
 
 
 def kernel(
@@ -227,6 +234,8 @@ class EmulatedKernel:
         """The `__device__` and `__constant__` variables; they persist from launch to launch."""
         self.constants: set[str] = set()
         """The constants that were set by copy_to_symbol."""
+        self.heap = make_heap()
+        """The memory of malloc in kernels; it persists from launch to launch."""
 
     def __repr__(self) -> str:
         return f"<emulated kernel {self.signature}>"
@@ -250,7 +259,7 @@ class EmulatedKernel:
         memory = self.memory if self.memory is not None else Memory()
         packed = pack(self.signature, self.parameters, args, memory)
         given = (memory.regions(packed.used), packed.parameters, sizes, threads, shared, schedule)
-        done = launch(self.program, *given, self.variables, self.machine, self.constants)
+        done = launch(self.program, *given, self.variables, self.machine, self.constants, self.heap)
         extents = memory.extents(packed.used)
         extents += [
             Extent(name, MODULE + placed.offset, placed.variable.size)
@@ -262,7 +271,12 @@ class EmulatedKernel:
         """Another kernel of the same module. The two share the variables of the module."""
         made = EmulatedKernel(self.ptx, entry, self.name, self.text, self.machine, self.memory)
         made.variables, made.constants = self.variables, self.constants
+        made.heap = self.heap
         return made
+
+    def limit_heap(self, size: int) -> None:
+        """Set the bytes of malloc's memory, as cudaDeviceSetLimit does, and free all of it."""
+        self.heap = make_heap(size)
 
     def copy_to_symbol(self, name: str, value: Any) -> None:
         """Set a `__device__` or `__constant__` variable, as cudaMemcpyToSymbol does.
@@ -315,7 +329,9 @@ class EmulatedKernel:
         origin = Origin(grid=grid, tensors=extents, shown=self.name, text=self.text)
         counted = profile(self.program.source, done.counts, origin)
         told = diagnostics(done.findings, origin)
-        return LaunchReport(done.findings, done.counts, told, counted, self.name, self.text)
+        return LaunchReport(
+            done.findings, done.counts, done.printed, told, counted, self.name, self.text
+        )
 
 
 def _choose(known: Mapping[str, KernelSignature], wanted: str | None, hint: str = "") -> str:

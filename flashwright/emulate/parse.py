@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,10 +26,10 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 _SIZES = {"b8": 1, "b16": 2, "b32": 4, "b64": 8, "b128": 16, "pred": 1}
 _ALIGNMENTS = tuple(1 << n for n in range(11))
 _TOKEN = re.compile(
-    r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|\d+U?"
-    r"|%?[A-Za-z_$][\w$]*(?:\.[xyzw])?|[\[\]{}(),+|!<>=*-]|\S"
+    r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|\d+\.\d*|\d+U?"
+    r"|%?[A-Za-z_$][\w$]*(?:\.(?:[xyzw]|b[0-7]+|h[0-3]+)\b)?|[\[\]{}(),+|!<>=*-]|\S"
 )
-_REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
+_REGISTERS = re.compile(r"\.reg\s*\.(\w+)\s+(.*)", re.DOTALL)
 _VARIABLE = re.compile(
     r"(?P<how>(?:\.(?:visible|extern|weak|const|global|shared|local|param)\s+)+)"
     r"(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+(?P<name>[\w$%]+)"
@@ -55,6 +56,8 @@ _CALL = re.compile(
 )
 _DIRECTIVE = re.compile(r"\.([a-z]+)\s*(\d+(?:\s*,\s*\d+)*)?")
 _IGNORED = (".version", ".address_size", ".pragma", ".file", ".callprototype", ".calltargets")
+TARGETS = ".branchtargets"
+"""The labels of brx, which stand among the instructions."""
 _LABEL = re.compile(r"\s*([\w$]+)\s*:(?!:)")
 _WITHOUT_LABELS = re.compile(r"^\s*(?:[\w$]+\s*:(?!:)\s*)*")
 _DEPTH = 32  # of calls inlined into each other
@@ -109,9 +112,13 @@ class _Body:
         self.labels |= {own[label]: at for label, at in scope.labels.items()}
         for n in range(scope.start, len(self.code)) if own else ():
             one = self.code[n]
-            to = one.operands[0] if one.opcode.startswith("bra") else None
-            if isinstance(to, Symbol) and to.name in own:
-                self.code[n] = replace(one, operands=(Symbol(own[to.name]),))
+            if not one.opcode.startswith(("bra", "brx", TARGETS)):
+                continue
+            operands = (
+                Symbol(own.get(to.name, to.name)) if isinstance(to, Symbol) else to
+                for to in one.operands
+            )
+            self.code[n] = replace(one, operands=tuple(operands))
 
 
 class _Parser:
@@ -221,6 +228,9 @@ class _Parser:
             self.target = text.split()[1].rstrip(",")
         elif text.startswith(_IGNORED) or _FUNCTION.match(text):  # or a declaration
             return
+        elif text.startswith(TARGETS) and self.body is not None:
+            labels = _Operands(line, text[len(TARGETS) :], self._register, self._symbol).all()
+            self.body.code.append(Instruction(TARGETS, labels, None, line))
         elif text.startswith("."):
             self._declare(self._variable(line, text))
         elif self.body is None:
@@ -432,6 +442,8 @@ class _Operands:
             return Immediate(int(token[2:], 16), 64)
         if token == "WARP_SZ":
             return Immediate(32)
+        if "." in token and token[:1].isdigit():
+            return Immediate(int.from_bytes(struct.pack("<d", float(token)), "little"), 64)
         if token[:1].isdigit():
             return Immediate(int(token.rstrip("U"), 0))
         if token[:1] == "%" or token == "_":

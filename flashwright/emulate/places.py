@@ -9,8 +9,8 @@ from pathlib import PurePath
 from types import MappingProxyType
 
 from flashwright.build.compile import NAME
-from flashwright.emulate.emulate import Finding
-from flashwright.emulate.ptx import Immediate, Instruction
+from flashwright.emulate.emulate import HEAP_BASE, Finding
+from flashwright.emulate.ptx import Immediate, Instruction, Register, Symbol
 from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.nodes import Span, line_span
 from flashwright.lower.source_map import SourceMap
@@ -45,6 +45,8 @@ _VERBS = {
     "red": "changes",
 }
 _TYPE = re.compile(r"\.[busf](8|16|32|64|128)$")
+_MOST_HEAP = 1 << 36
+_MOST_CALLS = 4
 _NEAR = 1 << 19  # bytes up to which an address counts as near a tensor
 
 
@@ -83,11 +85,14 @@ class Location:
     tl: int | None = None
     name: str = NAME
     program: str = "code.tl"
+    calls: tuple[str, ...] = ()
+    """The lines of the calls that it was inlined into, the innermost first."""
 
     def __str__(self) -> str:
         """`code.tl:36, kernel.cu:88, PTX line 1203`."""
         found = [f"{self.program}:{self.tl}"] if self.tl is not None else []
         found += [f"{self.name}:{self.source}"] if self.source is not None else []
+        found += [f"called at {place}" for place in self.calls]
         return ", ".join([*found, f"PTX line {self.ptx}"])
 
 
@@ -106,7 +111,15 @@ def locate(instruction: Instruction, origin: Origin) -> Location:
     line = next((one for one in lines if origin.map.tl_line(one) is not None), lines[0])
     tl = origin.map.tl_line(line)
     tl = origin.map.tl_before(line) if tl is None else tl
-    return Location(instruction.line, line, tl, name, origin.map.tl)
+    calls = () if origin.tl else _calls_of(instruction, origin, line)
+    return Location(instruction.line, line, tl, name, origin.map.tl, calls)
+
+
+def _calls_of(instruction: Instruction, origin: Origin, line: int) -> tuple[str, ...]:
+    """The lines in the source of the calls that an instruction was inlined into."""
+    own = [p.line for p in instruction.source_lines if PurePath(p.file).name == origin.source]
+    outer = [one for one in dict.fromkeys(own) if one > 0 and one != line]
+    return tuple(f"{origin.shown or origin.source}:{one}" for one in outer[:_MOST_CALLS])
 
 
 def _in_header(instruction: Instruction) -> Location | None:
@@ -160,7 +173,8 @@ def _diagnostic(group: Sequence[Finding], origin: Origin) -> Diagnostic:
     here = locate(first.instruction, origin)
     who = f"{thread(first)} of {block(first.block, origin.grid)}"
     more = f"; at {len(group)} instructions of that line" if len(group) > 1 else ""
-    text = f"{first.kind} at {here}: {who} {_told(first, origin)}{more}"
+    calls = "".join(f", called at {locate(one, origin)}" for one in first.callers)
+    text = f"{first.kind} at {here}{calls}: {who} {_told(first, origin)}{more}"
     hint = f"`{first.instruction.opcode}`"
     secondary: tuple[Label, ...] = ()
     if first.other is not None:
@@ -208,6 +222,8 @@ def _told(one: Finding, origin: Origin) -> str:
     first, second = one.detail
     if one.kind == "deadlock":
         return _waits(one)
+    if one.kind == "out_of_bounds" and (told := _no_memory(one, origin)):
+        return told
     if one.kind in _BOXES and second and "bulk.tensor" in one.instruction.opcode:
         return _box(one, origin)
     if one.kind == "divergent" and one.lane >= 0:
@@ -215,8 +231,7 @@ def _told(one: Finding, origin: Origin) -> str:
     if one.kind == "divergent":
         return f"executes {one.instruction.opcode} with only a part of its warp"
     if one.kind == "trap":
-        failed = one.instruction.opcode == "__assertfail"
-        return "fails an assertion" if failed else "stops the kernel"
+        return f"fails the assertion `{one.text}`" if one.text else "stops the kernel"
     if one.kind == "proxy" and one.other and one.other.opcode.startswith("mbarrier.init"):
         barrier = f"the mbarrier at {one.address:#x} with no fence.mbarrier_init"
         return f"copies by {barrier} or fence.proxy.async since {other}"
@@ -236,6 +251,36 @@ def _told(one: Finding, origin: Origin) -> str:
         "barrier": f"uses the barrier at {one.address:#x}, which is not initialised or has more "
         "arrivals than it counts",
     }[one.kind]
+
+
+def _no_memory(one: Finding, origin: Origin) -> str | None:
+    """What is wrong with a call, or with memory of malloc."""
+    opcode, address = one.instruction.opcode, f"address {one.address:#x}"
+    frees = _calls(one.instruction, "free")
+    if opcode == "enter":
+        return "calls a function, and the stack has no room for it"
+    if opcode.startswith("call") and isinstance(one.instruction.operands[0], Register):
+        return f"calls {address}, where there is no function with these parameters"
+    if not frees and not _in_heap(one):
+        return None
+    offset, size = one.detail
+    verb = "frees" if frees else _VERBS.get(opcode.partition(".")[0], "uses")
+    if not size:
+        return f"{verb} {address}, which malloc has not given"
+    what = f"memory of {size} bytes" if frees else _address(one, origin)
+    if offset >= size:
+        return f"{verb} {what}"
+    freed = f"at {locate(one.other, origin)}" if one.other else "by an earlier launch"
+    return f"{verb} {what}, which was freed {freed}"
+
+
+def _in_heap(one: Finding) -> bool:
+    return HEAP_BASE <= one.address < HEAP_BASE + _MOST_HEAP
+
+
+def _calls(instruction: Instruction, name: str) -> bool:
+    """Whether it calls a function of that name."""
+    return instruction.opcode.startswith("call") and instruction.operands[0] == Symbol(name)
 
 
 def _box(one: Finding, origin: Origin) -> str:
@@ -280,6 +325,8 @@ def _size(instruction: Instruction) -> int | None:
 def _address(one: Finding, origin: Origin) -> str:
     """An address in words: a byte of a tensor, or an address in shared memory."""
     opcode = one.instruction.opcode
+    if _in_heap(one):
+        return "byte {} of memory for which malloc was asked {} bytes".format(*one.detail)
     for extent in origin.tensors:
         if extent.base <= one.address < extent.base + extent.size:
             return f"byte {one.address - extent.base} of `{extent.name}`"

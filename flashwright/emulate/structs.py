@@ -8,9 +8,10 @@ from __future__ import annotations
 import ctypes
 import struct
 
-READ, READ_WRITE, OUTPUT, EMPTY, UNSET = range(5)
+READ, READ_WRITE, OUTPUT, EMPTY, UNSET, HEAP = range(6)
 """The uses of a region. An output is unset, and a kernel may add to it: an earlier kernel may have
-set it to 0. An empty region is unset. UNSET is one that a kernel cannot set, such as a constant."""
+set it to 0. An empty region is unset. UNSET is one that a kernel cannot set, such as a constant.
+HEAP is the memory of malloc: its bytes, as many marks of those that are written, and a table."""
 
 
 class Region(ctypes.Structure):
@@ -32,6 +33,7 @@ class FindingRecord(ctypes.Structure):
         *((n, ctypes.c_int32) for n in ("kind", "instruction", "block", "warp", "lane", "other")),
         ("address", ctypes.c_uint64),
         ("detail", ctypes.c_int64 * 2),
+        ("callers", ctypes.c_int32 * 4),
     )
 
 
@@ -65,6 +67,8 @@ class Launch(ctypes.Structure):
         ("findings", ctypes.c_void_p),
         ("finding_room", ctypes.c_int32),
         ("counts", ctypes.c_void_p),
+        ("printed", ctypes.c_void_p),
+        ("printed_room", ctypes.c_int32),
     )
 
 

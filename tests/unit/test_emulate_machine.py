@@ -199,7 +199,6 @@ def test_a_vector_of_reductions_is_aligned() -> None:
         "red.global.min.v2.f32 [%rd0], {%f0, %f0};",
         "red.shared.add.v2.f32 [%r1], {%f0, %f0};",
         "red.global.add.f32 [%rd0], {%f0, %f0};",
-        "atom.global.add.v2.f32 {%f0, %f1}, [%rd0], {%f0, %f0};",
     ],
 )
 def test_vectors_of_reductions_that_there_are_not(text: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+import flashwright.emulate
 from flashwright.emulate.emulate import KINDS, Finding
 from flashwright.emulate.parse import parse
 from flashwright.emulate.places import CODES, Extent, Origin, block, diagnostics, locate, thread
@@ -13,6 +16,7 @@ from flashwright.emulate.ptx import Address, Immediate, Instruction, Register, S
 from flashwright.lang import codes
 from flashwright.lang.render import terminal
 from flashwright.lower.source_map import SourceMap, Stretch
+from tests.unit.emulated import needs_compilers
 
 TL = "Copy K\nCompute GEMM\nCopy O\n"
 MAP = SourceMap(
@@ -188,3 +192,34 @@ def test_the_size_of_a_copy_is_its_operand() -> None:
     copy = Instruction("cp.async.cg.shared.global", (where, where, Immediate(16)), None, 3)
     (found,) = diagnostics([finding("misaligned", copy, address=0x100008)], ORIGIN)
     assert "copies 16 bytes at byte 8 of `K`, which is no multiple of 16" in found.message
+
+
+CALLS = """
+__device__ __forceinline__ void inner(int* y, int i) {
+  y[i] = 1;
+}
+__device__ __forceinline__ void outer(int* y, int i) {
+  inner(y, i + 100);
+}
+__device__ __noinline__ void called(int* y, int i) {
+  y[i] = 2;
+}
+extern "C" __global__ void inlined(int* y) {
+  outer(y, threadIdx.x);
+}
+extern "C" __global__ void calling(int* y) {
+  called(y, threadIdx.x);
+  called(y, threadIdx.x + 100);
+}
+"""
+
+
+@needs_compilers
+def test_a_finding_has_the_lines_of_the_helper_and_of_its_callers() -> None:
+    kernel = flashwright.emulate.kernel(CALLS, "inlined")
+    done = kernel(1, 32, np.zeros(32, np.int32))
+    lines = r"kernel\.cu:3, called at kernel\.cu:6, called at kernel\.cu:12, PTX line \d+: thread 0"
+    assert re.search(lines, str(done)), done
+    done = kernel.other("calling")(1, 32, np.zeros(32, np.int32))
+    lines = r"kernel\.cu:9, PTX line \d+, called at kernel\.cu:16, PTX line \d+: thread 0"
+    assert re.search(lines, str(done)), done

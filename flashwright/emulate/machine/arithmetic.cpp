@@ -208,7 +208,7 @@ template <class A, class Half, class B> void add_dots(Table& table, const string
        {"dp2a.hi.", lanewise<dp2a<Half, B, 16>>}});
 }
 
-void add_words(Table& table) {
+void add_plain_words(Table& table) {
   add_dots<int8_t, int16_t, int8_t>(table, "s32.s32");
   add_dots<int8_t, int16_t, uint8_t>(table, "s32.u32");
   add_dots<uint8_t, uint16_t, int8_t>(table, "u32.s32");
@@ -234,6 +234,10 @@ void add_words(Table& table) {
           {"mad.hi.sat.s32", lanewise<Integer<int32_t>::mad_hi_sat>},
           {"min.relu.s32", lanewise<Integer<int32_t>::min_relu>},
           {"max.relu.s32", lanewise<Integer<int32_t>::max_relu>},
+          {"min.s16x2.relu", lanewise<Integer<int16_t>::min_relu, 2>},
+          {"max.s16x2.relu", lanewise<Integer<int16_t>::max_relu, 2>},
+          {"min.relu.s16x2", lanewise<Integer<int16_t>::min_relu, 2>},
+          {"max.relu.s16x2", lanewise<Integer<int16_t>::max_relu, 2>},
       });
 }
 
@@ -299,7 +303,7 @@ void add_arithmetic(Table& table) {
   add_bits<uint16_t>(table, "b16");
   add_bits<uint32_t>(table, "b32");
   add_bits<uint64_t>(table, "b64");
-  add_words(table);
+  add_plain_words(table);
   add_floats(table);
   put(table, "",
       {{"copysign.f32", lanewise<copysign_f32>},
@@ -307,7 +311,9 @@ void add_arithmetic(Table& table) {
        {"mov.pack.b32", pack<4>},
        {"mov.pack.b64", pack<8>},
        {"mov.unpack.b32", unpack<4>},
-       {"mov.unpack.b64", unpack<8>}});
+       {"mov.unpack.b64", unpack<8>},
+       {"mov.pack.b128", pack<16>},
+       {"mov.unpack.b128", unpack<16>}});
   add_moves<uint16_t>(table, {"b16", "u16", "s16"});
   add_moves<uint32_t>(table, {"b32", "u32", "s32", "f32"});
   add_moves<uint64_t>(table, {"b64", "u64", "s64", "f64"});

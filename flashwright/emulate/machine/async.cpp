@@ -141,6 +141,23 @@ void store_bulk(Context& c, const int32_t* o, uint32_t mask) {
   }
 }
 
+// The same, but each number is combined with what is in global memory. Operands: operation, type, then as in a store.
+void reduce_bulk(Context& c, const int32_t* o, uint32_t mask) {
+  FullWarp& warp = full(c);
+  Block& block = *c.block;
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    int lane = __builtin_ctz(rest);
+    auto shared = static_cast<uint32_t>(address_of(c, o + 2, lane) % kWindow);
+    Cut cut{c, {&warp.clock, warp.stores.agent, warp.stores.time, warp.number, lane, true}, false, {}, 0};
+    cut.all(o + 5, shared);
+    c.machine->begin(warp.stores, [&block, operation = o[0], type = o[1], pieces = std::move(cut.pieces)] {
+      for (const Piece& piece : pieces) {
+        if (piece.global != nullptr) reduce(operation, type, piece.global, block.shared.data() + piece.shared, piece.bytes);
+      }
+    });
+  }
+}
+
 void store_commit(Context& c, const int32_t*, uint32_t) { close(full(c).stores); }
 void store_wait(Context& c, const int32_t* o, uint32_t) { finish(*c.block, full(c), full(c).stores, o[0]); }
 
@@ -279,6 +296,7 @@ void product_commit(Context& c, const int32_t*, uint32_t) {
 void add_async(Table& table) {
   table["cp.async.bulk.load"] = load_bulk;
   table["cp.async.bulk.store"] = store_bulk;
+  table["cp.async.bulk.reduce"] = reduce_bulk;
   table["cp.async.bulk.commit_group"] = store_commit;
   table["cp.async.bulk.wait_group"] = store_wait;
   table["cp.async.mbarrier.arrive"] = arrive_copied;

@@ -77,7 +77,8 @@ void invalidate(Context& c, const int32_t* o, uint32_t mask) {
   }
 }
 
-// Operands: address, slot of the token or -1, slot of the arrivals or -1, slot of the bytes or -1, whether it arrives.
+// Operands: address, slot of the token or -1, slot of the arrivals or -1, slot of the bytes or -1, whether it arrives (2: and is
+// no longer counted).
 void arrive(Context& c, const int32_t* o, uint32_t mask) {
   FullWarp& warp = full(c);
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
@@ -92,6 +93,7 @@ void arrive(Context& c, const int32_t* o, uint32_t mask) {
     }
     if (o[6]) barrier->arriving.join(warp.clock);
     int64_t count = o[4] >= 0 ? lanes<uint32_t>(c, o[4])[lane] : 1;
+    if (o[6] == 2) barrier->count -= count;
     arrived(c, lane, address, *barrier, o[6] ? count : 0);
   }
   meet(warp);  // what it does from here on, those who wait do not know

@@ -141,6 +141,48 @@ void add_comparisons(Table& table, const string& type) {
   add_all<T, kFtz, kPer>(table, type, std::make_integer_sequence<int, kCount * kHas<T>>{});
 }
 
+// set of 16 bits, or of two such numbers a register: 1, or all ones.
+template <class T, bool kFtz, int kPer, int kIndex, int kBytes, uint32_t kTrue>
+void set_small(Context& context, const int32_t* operand, uint32_t mask) {
+  const uint8_t* base = context.warp->registers;
+  const uint8_t *a = base + operand[1], *b = base + operand[2];
+  constexpr int kOutcomes = kComparisons[kIndex].outcomes;
+  const uint32_t lower = compare<T, kFtz>(a, b, kPer).of(kOutcomes);
+  const uint32_t upper = kPer == 2 ? compare<T, kFtz>(a + 2, b + 2, kPer).of(kOutcomes) : 0;
+  uint8_t out[kLanes * kBytes];
+  for (int i = 0; i < kLanes; ++i) {
+    uint32_t value = lower >> i & 1 ? kTrue : 0;
+    if (kPer == 2) value |= (upper >> i & 1 ? kTrue : 0) << 16;
+    std::memcpy(out + i * kBytes, &value, kBytes);
+  }
+  store(context, operand[0], mask, out, kBytes);
+}
+
+template <class T, bool kFtz, int kPer, uint32_t kOne, int kIndex>
+void add_set_small(Table& table, const string& type) {
+  const string stem = string("set.") + kComparisons[kIndex].name + (kFtz ? ".ftz." : ".");
+  if constexpr (kPer == 2) {
+    table[stem + type + "." + type] = set_small<T, kFtz, 2, kIndex, 4, kOne>;
+    for (const char* to : {"u32.", "s32."}) {
+      table[stem + to + type] = set_small<T, kFtz, 2, kIndex, 4, 0xffff>;
+    }
+  } else {
+    table[stem + type + "." + type] = set_small<T, kFtz, 1, kIndex, 2, kOne>;
+    for (const char* to : {"u16.", "s16."}) {
+      table[stem + to + type] = set_small<T, kFtz, 1, kIndex, 2, 0xffff>;
+    }
+    for (const char* to : {"u32.", "s32."}) {
+      table[stem + to + type] = set_small<T, kFtz, 1, kIndex, 4, ~0u>;
+    }
+  }
+}
+
+template <class T, bool kFtz, uint32_t kOne, int... kIndex>
+void add_sets_small(Table& table, const string& type, std::integer_sequence<int, kIndex...>) {
+  (add_set_small<T, kFtz, 1, kOne, kIndex>(table, type), ...);
+  (add_set_small<T, kFtz, 2, kOne, kIndex>(table, type + "x2"), ...);
+}
+
 // --- predicates ---------------------------------------------------------------------------------
 
 template <Form kForm> void logic(Context& context, const int32_t* operand, uint32_t mask) {
@@ -262,6 +304,10 @@ void activemask(Context& context, const int32_t* operand, uint32_t mask) {
 }  // namespace
 
 void add_exchange(Table& table) {
+  const auto each = std::make_integer_sequence<int, 14>{};
+  add_sets_small<F16, false, 0x3c00>(table, "f16", each);
+  add_sets_small<F16, true, 0x3c00>(table, "f16", each);
+  add_sets_small<BF16, false, 0x3f80>(table, "bf16", each);
   add_comparisons<uint16_t>(table, "b16");
   add_comparisons<uint32_t>(table, "b32");
   add_comparisons<uint64_t>(table, "b64");

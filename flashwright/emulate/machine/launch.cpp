@@ -17,6 +17,10 @@ Table table() {
   add_barrier(all);
   add_async(all);
   add_atomic(all);
+  add_call(all);
+  add_builtin(all);
+  add_words(all);
+  add_fragments(all);
   return all;
 }
 
@@ -55,6 +59,8 @@ struct fw_launch {
   fw::Finding* findings;
   int32_t finding_room;
   fw::Counts* counts;  // one for each instruction, added to
+  uint8_t* printed;    // 8 bytes for the length of all that was printed, then as much of it as there is room for
+  int32_t printed_room;
 };
 
 }  // extern "C"
@@ -75,7 +81,8 @@ int32_t meeting(const fw_launch& launch, int32_t n) {
     default: break;
   }
   auto begins = [&](const char* stem) { return name.rfind(stem, 0) == 0; };
-  if (begins("mma.") || begins("ldmatrix") || begins("stmatrix") || begins("movmatrix") || begins("wgmma.")) {
+  if (begins("mma.") || begins("ldmatrix") || begins("stmatrix") || begins("movmatrix") || begins("wgmma.") ||
+      begins("wmma.") || begins("product")) {
     return fw::kWithWarp;
   }
   bool members = begins("shfl.") || begins("vote.") || begins("match.") || begins("redux.") || begins("elect.") ||
@@ -107,11 +114,15 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
   machine.touched.assign(launch.touched, launch.touched + launch.touched_count);
   machine.regions.assign(launch.regions, launch.regions + launch.region_count);
   for (const fw::Region& region : machine.regions) {
-    machine.filled.emplace_back(region.use >= fw::kOutput ? region.size : 0, 0);
+    machine.filled.emplace_back(region.use >= fw::kOutput && region.use != fw::kHeap ? region.size : 0, 0);
+    if (region.use == fw::kHeap) machine.heap.open(region);
     if (region.marks) std::copy_n(region.marks, machine.filled.back().size(), machine.filled.back().begin());
   }
   for (const fw::Region& region : machine.regions) {
-    if (reduces && !orders) machine.visits.emplace_back(region.use != fw::kRead ? 2 * (region.size / 4 + 1) : 0);
+    if (reduces && !orders) {
+      bool visited = region.use != fw::kRead && region.use != fw::kHeap;
+      machine.visits.emplace_back(visited ? 2 * (region.size / 4 + 1) : 0);
+    }
   }
   machine.parameters.assign(launch.parameters, launch.parameters + launch.parameter_bytes);
   machine.schedule = static_cast<fw::Schedule>(launch.schedule);
@@ -180,6 +191,16 @@ void prepare(const fw_launch& launch, fw::Block& block, int number) {
 
 }  // namespace
 
+// The names of all instructions, one per line.
+extern "C" const char* fw_names() {
+  static const std::string all = [] {
+    std::string listed;
+    for (auto& [name, handler] : fw::known()) listed += name + '\n';
+    return listed;
+  }();
+  return all.c_str();
+}
+
 // How many findings there are; below 0, -1 less the index of an instruction that is not known: then nothing is run.
 extern "C" int32_t fw_run(const fw_launch* launch) {
   fw::Machine machine;
@@ -198,6 +219,10 @@ extern "C" int32_t fw_run(const fw_launch* launch) {
     if (machine.regions[n].marks) std::copy(machine.filled[n].begin(), machine.filled[n].end(), machine.regions[n].marks);
   }
   for (int32_t n = 0; n < launch->instructions; ++n) launch->counts[n] = machine.counts[n];
+  machine.heap.close();
+  int64_t length = machine.printed.size(), shown = std::min<int64_t>(length, launch->printed_room - 8);
+  std::memcpy(launch->printed, &length, sizeof length);
+  std::copy_n(machine.printed.data(), shown, launch->printed + 8);
   auto count = static_cast<int32_t>(machine.findings.size());
   std::copy_n(machine.findings.begin(), std::min(count, launch->finding_room), launch->findings);
   std::fesetenv(&before);

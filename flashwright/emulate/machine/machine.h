@@ -60,6 +60,8 @@ void add_arithmetic(Table& table);
 void add_convert(Table& table);
 void add_exchange(Table& table);
 void add_matrix(Table& table);
+void add_fragments(Table& table);
 void add_memory(Table& table);
+void add_words(Table& table);
 
 }  // namespace fw

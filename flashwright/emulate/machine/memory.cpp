@@ -11,7 +11,12 @@ void Machine::find(const Context& context, FindingKind kind, int lane, uint64_t 
   if (++echoes >= 10000) stopped = true;
   if (kind != kDeadlock && !told.insert({kind, context.instruction}).second) return;
   findings.push_back({kind, context.instruction, context.block->number, context.warp->number, lane, other,
-                      address, {first, second}});
+                      address, {first, second}, {-1, -1, -1, -1}});
+  if (lane < 0) return;
+  const std::vector<Call>& calls = full(context).calls[lane];
+  for (size_t n = 0; n < std::min<size_t>(4, calls.size()); ++n) {
+    findings.back().callers[n] = calls[calls.size() - 1 - n].back - 1;
+  }
 }
 
 uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes, bool write, int align,
@@ -23,6 +28,7 @@ uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes
   for (size_t n = 0; n < regions.size(); ++n) {
     Region& region = regions[n];
     if (address < region.base || address + bytes > region.base + region.size) continue;
+    if (region.use == kHeap) return allocated(context, lane, address, bytes, write);
     uint64_t offset = address - region.base;
     if (write && (region.use == kRead || region.use == kUnset)) {
       find(context, kReadOnly, lane, address);
@@ -114,6 +120,8 @@ uint8_t* parameter(Context& c, int lane, uint64_t address, int bytes) {
   return within(c, all.data(), all.size(), lane, address, bytes);
 }
 
+}  // namespace
+
 // A copy of a struct may read its padding: something of what is read has to be written, not all.
 uint8_t* local(Context& c, int lane, uint64_t address, int bytes, bool write) {
   auto& all = full(c).local;
@@ -125,6 +133,8 @@ uint8_t* local(Context& c, int lane, uint64_t address, int bytes, bool write) {
   else if (std::count(marks, marks + bytes, 0) == bytes) c.machine->find(c, kUnwritten, lane, address);
   return found;
 }
+
+namespace {
 
 Space resolve(Space space, uint64_t& address) {
   if (space != Space::kGeneric) {
@@ -150,6 +160,15 @@ uint8_t* at(Context& c, Space space, int lane, uint64_t address, int bytes, bool
     default: return c.machine->global(c, lane, address, bytes, write, 0, kOrder != Order::kPlain);
   }
 }
+
+}  // namespace
+
+uint8_t* generic(Context& c, int lane, uint64_t address, int bytes, bool write) {
+  Space space = resolve(Space::kGeneric, address);
+  return at<Order::kPlain>(c, space, lane, address, bytes, write);
+}
+
+namespace {
 
 template <Order kOrder>
 void hand_on(Context& c, Space space, uint64_t address, bool write) {
@@ -245,7 +264,7 @@ void load(Context& c, const int32_t* o, uint32_t mask) {
       uint64_t value = 0;
       if (from != nullptr) std::memcpy(&value, from + n * a.bytes, a.bytes);
       if (a.is_signed && a.bytes < 8 && (value >> (8 * a.bytes - 1) & 1)) value |= ~uint64_t{0} << (8 * a.bytes);
-      if (a.registers[n] >= 0) std::memcpy(c.warp->registers + a.registers[n] + lane * a.width, &value, a.width);
+      if (a.registers[n] >= 0) std::memcpy(c.warp->registers + a.registers[n] + lane * a.width, &value, std::min(a.width, 8));
     }
   });
 }

@@ -15,9 +15,10 @@ constexpr int kPolls = 32;                       // atomic loads of one warp, be
 void place(FullWarp& warp, Fragment one) {
   if (one.mask == 0) return;
   auto& all = warp.fragments;
-  auto found = std::lower_bound(all.begin(), all.end(), one.at,
-                                [](const Fragment& f, int32_t value) { return f.at < value; });
-  if (found != all.end() && found->at == one.at) {
+  auto found = std::lower_bound(all.begin(), all.end(), one, [](const Fragment& f, const Fragment& value) {
+    return f.depth != value.depth ? f.depth > value.depth : f.at < value.at;
+  });
+  if (found != all.end() && found->at == one.at && found->depth == one.depth) {
     found->mask |= one.mask;
     found->parked = found->held = false;
   } else {
@@ -61,7 +62,8 @@ struct Runner {
       Fragment now = *picked;
       bool alone = std::exchange(now.held, false);  // nobody will come any more
       auto rest = warp.fragments.erase(picked);
-      int32_t next = rest == warp.fragments.end() ? INT32_MAX : rest->at;
+      bool meets = rest != warp.fragments.end() && rest->depth == now.depth;
+      int32_t next = meets ? rest->at : INT32_MAX;
       while (now.at != next && steps > 0) {
         const Code& code = machine.code[now.at];
         const int32_t* operands = machine.operands.data() + code.first;
@@ -190,14 +192,26 @@ struct Runner {
   // Jumps and waits. Whether the warp has to wait.
   bool control(Context& c, const Code& code, const int32_t* o, uint32_t mask, Fragment& now) {
     FullWarp& warp = full(c);
-    if (code.control == kBranch || code.control == kExit) {
-      if (code.control == kBranch) place(warp, {o[0], mask});
-      place(warp, {now.at + 1, now.mask & ~mask});
+    auto put = [&](int32_t at, uint32_t lanes, int32_t deeper = 0) {
+      place(warp, {at, lanes, false, false, now.depth + deeper});
+    };
+    if (code.control == kBranch || code.control == kExit || code.control >= kCall) {
+      if (code.control == kBranch) put(o[0], mask);
+      if (code.control == kBranchIf) {  // for lanes whose slot has the number
+        uint32_t taken = 0;
+        for_lanes(mask, [&](int lane) {
+          taken |= uint32_t{lanes<uint32_t>(c, o[1])[lane] == static_cast<uint32_t>(o[2])} << lane;
+        });
+        put(o[0], mask = taken);
+      }
+      if (code.control == kCall) fw::call(c, o, mask, now.at, [&](int32_t at, uint32_t some) { put(at, some, 1); });
+      if (code.control == kLeave) fw::leave(c, o, mask, [&](int32_t at, uint32_t some) { put(at, some, -1); });
+      put(now.at + 1, now.mask & ~mask);
       return false;
     }
     bool waits = mask != 0 && wait(c, code, o, mask);
     bool again = waits && (code.control == kMbarrierWait || code.control == kProductWait);
-    place(warp, {again ? now.at : now.at + 1, now.mask, waits && code.control == kMbarrierWait});
+    place(warp, {again ? now.at : now.at + 1, now.mask, waits && code.control == kMbarrierWait, false, now.depth});
     if (waits) ++machine.counts[c.instruction].waits;
     return waits;
   }

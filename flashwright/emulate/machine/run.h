@@ -5,6 +5,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <random>
 #include <set>
 #include <utility>
@@ -28,7 +29,8 @@ struct Region {
 
 // What a launch may do with a region. An output has nothing in it yet, though a kernel before this one may have set it to
 // zero: it may be added to. What is empty has nothing in it for sure. A constant that is unset may not even be written.
-enum Use : int32_t { kRead, kReadWrite, kOutput, kEmpty, kUnset };
+// The heap is the memory of malloc (heap.h).
+enum Use : int32_t { kRead, kReadWrite, kOutput, kEmpty, kUnset, kHeap };
 
 enum FindingKind : int32_t {
   kOutOfBounds, kMisaligned, kReadOnly, kUnwritten, kRace, kDeadlock, kDivergent, kProxy, kTransaction,
@@ -39,6 +41,7 @@ struct Finding {
   int32_t kind, instruction, block, warp, lane, other;
   uint64_t address;
   int64_t detail[2];
+  int32_t callers[4];  // the calls that the lane is in, the innermost first; -1: no more
 };
 
 struct Counts {
@@ -46,6 +49,25 @@ struct Counts {
 };
 
 enum Schedule : int32_t { kEager, kLazy, kRandom };
+
+// Memory of malloc. What was freed is not given away again as long as there is other memory: accesses to it are found.
+struct Heap {
+  struct Allocation {
+    uint64_t size;
+    int32_t freed;  // -1: not, -2: by an earlier launch, else by which instruction
+  };
+
+  uint64_t base = 0, size = 0, next = 0;
+  uint8_t* data = nullptr;  // `size` bytes, then a mark for each that is written, then the allocations as they are kept
+  uint64_t room = 0;        // for these
+  std::map<uint64_t, Allocation> all;  // by address
+
+  void open(const Region& region);  // as an earlier launch has left it
+  void close();
+  uint64_t allocate(uint64_t bytes);  // 0: there is no room
+  // The allocation that an address is in, or behind, or all.end().
+  std::map<uint64_t, Allocation>::iterator around(uint64_t address);
+};
 
 // --- time -----------------------------------------------------------------------------------------
 
@@ -132,6 +154,14 @@ struct Fragment {  // lanes of a warp that are at the same place
   uint32_t mask;
   bool parked = false;  // waits at an mbarrier
   bool held = false;    // waits for other lanes of the warp, to execute an instruction together
+  int32_t depth = 0;    // of calls
+};
+
+// A call that a lane is in: where it goes on, and its frame there.
+struct Call {
+  int32_t back;
+  uint64_t frame;
+  std::shared_ptr<std::vector<uint8_t>> saved;  // the registers of a function that it was in already
 };
 
 enum class State { kReady, kBarrier, kMbarrier, kCluster, kProduct, kDone };
@@ -145,7 +175,8 @@ struct FullWarp : Warp {
   std::vector<uint8_t> file;
   std::vector<uint8_t> local;       // each lane's own memory
   std::vector<uint8_t> local_written;  // which bytes of it were written
-  std::vector<Fragment> fragments;  // by place, the lowest first
+  std::vector<Fragment> fragments;  // by place: the deepest in calls first, then the lowest
+  std::array<std::vector<Call>, kLanes> calls;
   State state = State::kReady;
   uint64_t barrier = 0;             // the number or the address of what it waits at
   const int32_t* reduction = nullptr;  // the operands of a barrier that reduces predicates, which it waits at
@@ -236,6 +267,7 @@ enum Meeting : int32_t { kAlone, kWithWarp, kWithMembers };
 
 enum Control : int32_t {
   kNormal, kBranch, kExit, kBarrierSync, kBarrierArrive, kMbarrierWait, kClusterArrive, kClusterWait, kProductWait,
+  kCall = 16, kLeave, kBranchIf,
 };
 
 struct Machine {
@@ -253,6 +285,8 @@ struct Machine {
   std::set<std::pair<int32_t, int32_t>> told;
   int64_t echoes = 0;
   std::vector<Counts> counts;
+  Heap heap;
+  std::string printed;
   bool hands_on = false;  // whether threads may tell others something by atomic accesses
   Schedule schedule = kEager;
   std::mt19937_64 random;
@@ -263,6 +297,7 @@ struct Machine {
   // The bytes at an address, or null, which has then been told.
   uint8_t* global(Context& context, int lane, uint64_t address, int bytes, bool write, int align = 0,
                   bool reduces = false);
+  uint8_t* allocated(Context& context, int lane, uint64_t address, int bytes, bool write);
   // Tells a change of what is empty.
   void check_filled(Context& context, int lane, uint64_t address, int bytes);
   // Finds reductions and plain accesses to the same words that nothing orders.
@@ -302,8 +337,8 @@ inline void meet(FullWarp& warp) { warp.met = ++warp.clock.known[warp.number]; }
 
 // The address of an operand (slot, bytes of the register, offset) in a lane.
 inline uint64_t address_of(Context& c, const int32_t* o, int lane) {
-  uint64_t base = o[1] == 8 ? lanes<uint64_t>(c, o[0])[lane] : lanes<uint32_t>(c, o[0])[lane];
-  return base + static_cast<int64_t>(o[2]);
+  if (o[1] == 8) return lanes<uint64_t>(c, o[0])[lane] + static_cast<int64_t>(o[2]);
+  return static_cast<uint32_t>(lanes<uint32_t>(c, o[0])[lane] + o[2]);  // of 32 bits, where a register is below 0
 }
 
 // Where generic addresses mean something else than global memory.
@@ -318,7 +353,21 @@ Mbarrier* mbarrier(Context& context, int lane, uint64_t address);
 void arrived(Context& context, int lane, uint64_t address, Mbarrier& barrier, int64_t count);
 void completed(Context& context, int lane, uint64_t address, Mbarrier& barrier, int64_t bytes);
 
+// Lanes enter the functions that they call, or return. Puts each at its new place by `place(at, mask)`.
+using Placed = std::function<void(int32_t, uint32_t)>;
+void call(Context& context, const int32_t* operand, uint32_t mask, int32_t at, const Placed& place);
+void leave(Context& context, const int32_t* operand, uint32_t mask, const Placed& place);
+
+// The bytes at an address of local memory, or at a generic one, or null, which has then been told.
+uint8_t* local(Context& context, int lane, uint64_t address, int bytes, bool write);
+uint8_t* generic(Context& context, int lane, uint64_t address, int bytes, bool write);
+
+// An atomic operation on each number in some bytes of global memory (encode.py's OPERATIONS and TYPES).
+void reduce(int32_t operation, int32_t type, uint8_t* to, const uint8_t* from, int bytes);
+
 void add_barrier(Table& table);
+void add_builtin(Table& table);
+void add_call(Table& table);
 void add_async(Table& table);
 void add_atomic(Table& table);
 
