@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from flashwright.build.load import shown_dims
 from flashwright.build.plan_rules import LAYOUTS, caller_order
 from flashwright.emulate.encode import ACQUIRES, MODULE, EncodedKernel, encode
-from flashwright.emulate.launch_limits import check_launch
+from flashwright.emulate.launch_limits import check_blocks, check_launch, cluster_of
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.ptx import Instruction
@@ -55,6 +55,11 @@ _SPARE = bytes(1024)  # after the registers: an instruction may read past the la
 _SWIZZLES = {0: "none", 32: "32B", 64: "64B", 128: "128B"}
 _TMA_UNIT, _MAP_BYTES = 16, 128
 _LISTS = ("code", "operands", "touched", "specials")
+RESIDENT = 2048
+"""The thread blocks that are on a GPU at a time at most, unless the launch is cooperative."""
+_ORDERS = ("in-order", "reversed", "random", "all")
+_WORKSPACE = 1 << 37  # where a cooperative launch has its workspace in global memory
+_WORKSPACE_BYTES = 256
 _ZEROS = np.zeros(_TMA_UNIT, np.uint8)  # in place of a tensor without elements
 
 
@@ -144,15 +149,31 @@ def launch(
     variables: Variables | None = None,
     machine: Machine = here,
     constants: Collection[str] = (),
+    *,
+    cluster: Sequence[int] | None = None,
+    cooperative: bool = False,
+    order: str = "in-order",
+    resident: int | None = None,
 ) -> LaunchResult:
     """Run a grid of thread blocks. `shared` bytes are added to what the kernel declares.
 
     `schedule` says when asynchronous work is done: `eager`, when it is started; `lazy`, as late as
     a wait allows; `random:SEED`, at any moment between, with the warps in any order. `constants`
-    are those without an initialiser that the caller has set: a read of others is a finding. Raises
+    are those without an initialiser that the caller has set: a read of others is a finding.
+
+    `cluster` are the blocks of a cluster along each axis, if the kernel does not say it.
+    `cooperative` launches have all blocks resident, and the kernel may synchronise the grid. Of
+    others, `resident` blocks are there at a time, RESIDENT by default. `order` says in which order
+    they begin: `in-order` or `reversed`, one after the other, the next one when those before it
+    wait for it; `random:SEED` or `all`, at once, in a random order of steps or in turn. Raises
     Failed with FW831 for a launch that no GPU can do.
     """
     check_launch(program, grid, block, shared)
+    together = cluster_of(program, grid, cluster)
+    check_blocks(program, grid, block, cooperative)
+    order_kind, order_seed = order_of(order)
+    blocks = math.prod(grid) if cooperative else RESIDENT if resident is None else resident
+    workspace = np.zeros(_WORKSPACE_BYTES, np.uint8)
     kind, seed = schedule_of(schedule)
     names, (code, operands, touched, specials) = program.packed
     registers = np.frombuffer(bytes(program.registers) + _SPARE, np.uint8)
@@ -160,6 +181,8 @@ def launch(
     # A struct may be padded at its end.
     given = np.frombuffer(parameters.ljust(max(program.parameter_bytes, 1), b"\0"), np.uint8)
     known = [*regions, *_module_regions(program, data, constants)]
+    if cooperative:
+        known.append(Region(_WORKSPACE, workspace.nbytes, workspace.ctypes.data, READ_WRITE))
     listed = (Region * len(known))(*known)
     found = (FindingRecord * _ROOM)()
     counts = np.zeros((len(program.names), len(COUNTS)), np.int64)
@@ -181,6 +204,11 @@ def launch(
         parameter_bytes=len(given),
         grid=(ctypes.c_int32 * 3)(*[*grid, 1, 1][:3]),
         block=(ctypes.c_int32 * 3)(*[*block, 1, 1][:3]),
+        cluster=(ctypes.c_int32 * 3)(*together),
+        order=order_kind,
+        resident=max(blocks // math.prod(together), 1),
+        order_seed=order_seed,
+        workspace=_WORKSPACE if cooperative else 0,
         shared_bytes=program.shared + shared,
         local_bytes=program.local,
         schedule=kind,
@@ -226,6 +254,17 @@ def schedule_of(text: str) -> tuple[int, int]:
     if name == "random" and seed.isdecimal():
         return 2, int(seed)
     raise ValueError(f"no schedule {text!r}: there are eager, lazy and random:SEED")
+
+
+def order_of(text: str) -> tuple[int, int]:
+    """The machine's number of an order of blocks, and its seed. Raises ValueError for an unknown
+    one."""
+    name, _, seed = text.partition(":")
+    if text in _ORDERS and text != "random":
+        return _ORDERS.index(text), 0
+    if name == "random" and seed.isdecimal():
+        return _ORDERS.index(name), int(seed)
+    raise ValueError(f"no order {text!r}: there are in-order, reversed, all and random:SEED")
 
 
 def _findings(program: EncodedKernel, count: int, found: Any) -> tuple[Finding, ...]:

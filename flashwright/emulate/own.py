@@ -135,7 +135,15 @@ class EmulatedKernel:
         return f"<emulated kernel {self.entry}, {len(self.parameters)} parameters>"
 
     def __call__(
-        self, grid: Size, block: Size, *args: Any, shared: int = 0, schedule: str = "eager"
+        self,
+        grid: Size,
+        block: Size,
+        *args: Any,
+        shared: int = 0,
+        schedule: str = "eager",
+        cluster: Size | None = None,
+        cooperative: bool = False,
+        **how: Any,
     ) -> LaunchReport:
         """Launch it; what it writes is in the arrays afterwards.
 
@@ -143,7 +151,8 @@ class EmulatedKernel:
         unless it is marked as read-only; an Empty one is memory that is allocated and not set.
         Numbers are passed in the parameter's own size, a bytes object as a struct. `shared` are the
         bytes of dynamic shared memory; `schedule` says when
-        asynchronous work is done: "eager", "lazy" or "random:SEED".
+        asynchronous work is done: "eager", "lazy" or "random:SEED". `cluster`, `cooperative` and
+        `how` are those of emulate.launch.
         """
         if len(args) != len(self.parameters):
             text = f"{self.entry} takes {len(self.parameters)} arguments, and {len(args)} are given"
@@ -151,7 +160,9 @@ class EmulatedKernel:
         packed, regions, extents = self._packed(args)
         sizes, threads = _size("grid", grid), _size("block", block)
         given = (regions, packed, sizes, threads, shared, schedule, self.variables, self.machine)
-        done = launch(self.program, *given, self.constants)
+        together = None if cluster is None else _size("cluster", cluster)
+        more = {"cluster": together, "cooperative": cooperative, **how}
+        done = launch(self.program, *given, self.constants, **more)
         extents += [
             Extent(name, MODULE + placed.offset, placed.variable.size)
             for name, placed in self.program.variables.items()

@@ -65,16 +65,56 @@ void apply(Context& c, const int32_t* o, int32_t slot, int lane, uint8_t* at, bo
   } else {
     now = combined<T>(o[1], old, b, third);
   }
+  if (std::memcmp(at, &now, sizeof now) != 0) ++c.machine->changes;
   std::memcpy(at, &now, sizeof now);
   if (o[3] >= 0) lanes<T>(c, o[3])[lane] = old;
 }
 
 // The bytes in shared memory; what is changed and not replaced has to be there.
 uint8_t* changed(Context& c, int lane, uint64_t address, int bytes, bool replaced) {
-  std::vector<uint8_t>& written = c.block->written;
-  bool there = address + bytes > written.size() || std::count(&written[address], &written[address] + bytes, 0) == 0;
-  if (!there && !replaced) c.machine->find(c, kUnwritten, lane, address);
+  uint64_t own = address;
+  if (Block* home = home_of(c, own); home != nullptr && own + bytes <= home->written.size()) {
+    const uint8_t* marks = home->written.data() + own;
+    bool there = std::count(marks, marks + bytes, 0) == 0;
+    if (!there && !replaced) c.machine->find(c, kUnwritten, lane, address);
+  }
   return c.machine->shared(c, lane, address, bytes, true, kStrong);
+}
+
+void apply_any(Context& c, const int32_t* o, int32_t slot, int lane, uint8_t* at, bool shared) {
+  switch (o[2]) {
+    case kB64: case kU64: return apply<uint64_t>(c, o, slot, lane, at);
+    case kS64: return apply<int64_t>(c, o, slot, lane, at);
+    case kS32: return apply<int32_t>(c, o, slot, lane, at);
+    case kF32: return apply<float>(c, o, slot, lane, at, !shared && o[1] == kAdd);
+    case kB16: case kF16: case kBF16: return apply<uint16_t>(c, o, slot, lane, at);
+    case kF64: return apply<double>(c, o, slot, lane, at);
+    default: apply<uint32_t>(c, o, slot, lane, at);
+  }
+}
+
+// A reduction in a block's shared memory, of which an mbarrier there is told. Operands: those of atomic, mbarrier. The
+// sum is there at once: whoever does not wait for it may see it or not.
+void reduce_async(Context& c, const int32_t* o, uint32_t mask) {
+  FullWarp& warp = full(c);
+  int bytes = o[2] == kB64 || o[2] == kU64 || o[2] == kS64 ? 8 : 4;
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    int lane = __builtin_ctz(rest);
+    uint64_t to = address_of(c, o + 5, lane) % kWindow, address = address_of(c, o + 10, lane) % kWindow;
+    Mbarrier* barrier = mbarrier(c, lane, address);
+    if (barrier == nullptr) continue;
+    uint32_t number = ++barrier->issued;
+    Accessor who{&warp.clock, barrier->agent, number, warp.agent, lane, false, warp.met, kStrong};
+    if (to % bytes != 0) {
+      c.machine->find(c, kMisaligned, lane, to);
+    } else if (c.machine->shared_async(c, who, to, bytes, true)) {
+      Block* home = home_of(c, to);
+      apply_any(c, o, o[9], lane, home->shared.data() + to, true);
+    }
+    barrier->outstanding.insert(number);
+    c.machine->load(*c.block, [c, lane, address, number, bytes]() mutable { land_bytes(c, lane, address, number, bytes); });
+  }
+  c.machine->counts[c.instruction].bytes += int64_t{bytes} * __builtin_popcount(mask);
 }
 
 // Operands: whether in shared memory (2: generic), with 4 if it acquires and 8 if it releases, operation, type, slot of the result or -1, slot of the second operand
@@ -97,28 +137,21 @@ void atomic(Context& c, const int32_t* o, uint32_t mask) {
     if (at == nullptr) continue;
     if (c.machine->hands_on) {
       FullWarp& warp = full(c);
-      uint64_t flag = shared ? kSharedWindow + address % kWindow : address;
-      if (o[3] >= 0) c.block->read_flag(warp, flag, (o[0] & 4) != 0);
-      c.block->write_flag(warp, flag, (o[0] & 8) != 0, true);
+      uint64_t flag = shared ? kSharedWindow + shared_by_all(c, address) : address;
+      if (o[3] >= 0) poll(c, flag);
+      if (o[3] >= 0) c.block->cluster->read_flag(warp, flag, (o[0] & 4) != 0);
+      c.block->cluster->write_flag(warp, flag, (o[0] & 8) != 0, true);
     }
-    for (int n = 0; n < count; ++n, at += each) {
-      int32_t slot = o[9 + n];
-      switch (o[2]) {
-        case kB64: case kU64: apply<uint64_t>(c, o, slot, lane, at); break;
-        case kS64: apply<int64_t>(c, o, slot, lane, at); break;
-        case kS32: apply<int32_t>(c, o, slot, lane, at); break;
-        case kF32: apply<float>(c, o, slot, lane, at, !shared && o[1] == kAdd); break;
-        case kB16: case kF16: case kBF16: apply<uint16_t>(c, o, slot, lane, at); break;
-        case kF64: apply<double>(c, o, slot, lane, at); break;
-        default: apply<uint32_t>(c, o, slot, lane, at);
-      }
-    }
+    for (int n = 0; n < count; ++n, at += each) apply_any(c, o, o[9 + n], lane, at, shared);
   }
   c.machine->counts[c.instruction].bytes += int64_t{bytes} * __builtin_popcount(mask);
 }
 
 }  // namespace
 
-void add_atomic(Table& table) { table["atom"] = table["red"] = atomic; }
+void add_atomic(Table& table) {
+  table["atom"] = table["red"] = atomic;
+  table["red.async"] = reduce_async;
+}
 
 }  // namespace fw

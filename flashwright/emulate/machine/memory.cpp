@@ -52,15 +52,18 @@ bool mark(Block& block, uint64_t address, int bytes, bool write) {
 }  // namespace
 
 bool Machine::shared_async(Context& context, Accessor who, uint64_t address, int bytes, bool write) {
-  Block& block = *context.block;
-  if (address + bytes > block.shared.size()) {
-    find(context, kOutOfBounds, who.lane, address);
+  const uint64_t given = address;
+  Block* home = home_of(context, address);
+  if (home == nullptr || address + bytes > home->shared.size()) {
+    find(context, kOutOfBounds, who.lane, given);
     return false;
   }
+  Block& block = *home;
+  if (home != context.block) check_visit(context, who, block, given);
   bool unfenced = false;
   int32_t other = block.touch(who, address, bytes, context.instruction, write, unfenced);
-  if (other >= 0) find(context, unfenced ? kProxy : kRace, who.lane, address, other);
-  if (!mark(block, address, bytes, write)) find(context, kUnwritten, who.lane, address);
+  if (other >= 0) find(context, unfenced ? kProxy : kRace, who.lane, given, other);
+  if (!mark(block, address, bytes, write)) find(context, kUnwritten, who.lane, given);
   return true;
 }
 
@@ -70,7 +73,8 @@ uint8_t* Machine::shared(Context& context, int lane, uint64_t address, int bytes
     return nullptr;
   }
   if (!shared_async(context, accessor(full(context), lane, strength), address, bytes, write)) return nullptr;
-  return context.block->shared.data() + address;
+  Block* home = home_of(context, address);
+  return home->shared.data() + address;
 }
 
 void Machine::check_filled(Context& context, int lane, uint64_t address, int bytes) {
@@ -98,7 +102,8 @@ void Machine::find_conflict(Context& context, const uint64_t* address, uint32_t 
 
 namespace {
 
-enum class Space { kGlobal, kShared, kGeneric, kParameter, kLocal };
+// kCluster is the shared memory of all blocks of the cluster.
+enum class Space { kGlobal, kShared, kCluster, kGeneric, kParameter, kLocal };
 
 // By which others may be told something; kOrdered is ld.acquire or st.release.
 enum class Order { kPlain, kVolatile, kRelaxed, kOrdered };
@@ -134,7 +139,7 @@ Space resolve(Space space, uint64_t& address) {
   uint64_t window = address / kWindow * kWindow;
   if (window == kSharedWindow || window == kLocalWindow || window == kParameterWindow) {
     address -= window;
-    return window == kSharedWindow ? Space::kShared : window == kLocalWindow ? Space::kLocal : Space::kParameter;
+    return window == kSharedWindow ? Space::kCluster : window == kLocalWindow ? Space::kLocal : Space::kParameter;
   }
   return Space::kGlobal;
 }
@@ -146,7 +151,11 @@ uint8_t* at(Context& c, Space space, int lane, uint64_t address, int bytes, bool
   switch (space) {
     case Space::kParameter: return parameter(c, lane, address, bytes);
     case Space::kLocal: return local(c, lane, address, bytes, write);
-    case Space::kShared: return c.machine->shared(c, lane, address, bytes, write, kStrength);
+    case Space::kShared:  // only its own: what mapa gives is not in this window
+      if (address < kOwnShared) return c.machine->shared(c, lane, address, bytes, write, kStrength);
+      c.machine->find(c, kOutOfBounds, lane, address);
+      return nullptr;
+    case Space::kCluster: return c.machine->shared(c, lane, address, bytes, write, kStrength);
     default: return c.machine->global(c, lane, address, bytes, write, 0, kOrder != Order::kPlain);
   }
 }
@@ -154,9 +163,11 @@ uint8_t* at(Context& c, Space space, int lane, uint64_t address, int bytes, bool
 template <Order kOrder>
 void hand_on(Context& c, Space space, uint64_t address, bool write) {
   if (kOrder == Order::kPlain || !c.machine->hands_on) return;
-  uint64_t flag = space == Space::kShared ? kSharedWindow + address : address;
-  if (write) c.block->write_flag(full(c), flag, kOrder == Order::kOrdered, false);
-  else c.block->read_flag(full(c), flag, kOrder == Order::kOrdered);
+  bool shared = space == Space::kShared || space == Space::kCluster;
+  uint64_t flag = shared ? kSharedWindow + shared_by_all(c, address) : address;
+  if (write) return c.block->cluster->write_flag(full(c), flag, kOrder == Order::kOrdered, false);
+  poll(c, flag);
+  c.block->cluster->read_flag(full(c), flag, kOrder == Order::kOrdered);
 }
 
 // --- what it costs --------------------------------------------------------------------------------
@@ -204,7 +215,7 @@ struct Traffic {
 void count(Context& c, Space space, const Traffic& traffic, int bytes) {
   Counts& counts = c.machine->counts[c.instruction];
   counts.bytes += int64_t{bytes} * traffic.count;
-  if (space == Space::kShared) traffic.shared(counts, bytes);
+  if (space == Space::kShared || space == Space::kCluster) traffic.shared(counts, bytes);
   if (space == Space::kGlobal) traffic.global(counts);
 }
 
@@ -253,6 +264,7 @@ void load(Context& c, const int32_t* o, uint32_t mask) {
 template <Space kSpace, Order kOrder = Order::kPlain>
 void store(Context& c, const int32_t* o, uint32_t mask) {
   Moved a(o);
+  if (kSpace != Space::kLocal) ++c.machine->changes;
   uint8_t value[kLanes][32];
   uint64_t address[kLanes];
   access<kSpace, kOrder>(c, a, mask, true, [&](int lane, uint8_t* to) {
@@ -345,7 +357,7 @@ void copy_async(Context& c, const int32_t* o, uint32_t mask) {
       uint8_t* data = c.machine->global(c, lane, from, piece.bytes, false);
       if (data != nullptr) std::memcpy(piece.fill, data, taken);
     }
-    Accessor who{&warp.clock, warp.copies.agent, warp.copies.time, warp.number, lane, false};
+    Accessor who{&warp.clock, warp.copies.agent, warp.copies.time, warp.agent, lane, false};
     if (piece.shared % piece.bytes != 0) {
       c.machine->find(c, kMisaligned, lane, piece.shared);
     } else if (c.machine->shared_async(c, who, piece.shared, piece.bytes, true)) {
@@ -415,7 +427,7 @@ void finish(Block& block, FullWarp& warp, Queue& queue, size_t kept) {
   for (const Group& group : queue.closed) {
     for (auto [slot, by] : group.busy) warp.busy[slot / 8] = by + 1;
   }
-  ++block.events;
+  block.event();
 }
 
 namespace {
@@ -424,9 +436,11 @@ template <Order kOrder>
 void add_ordered(Table& table, const std::string& load_name, const std::string& store_name) {
   table["ld" + load_name + ".global"] = load<Space::kGlobal, kOrder>;
   table["ld" + load_name + ".shared"] = load<Space::kShared, kOrder>;
+  table["ld" + load_name + ".cluster"] = load<Space::kCluster, kOrder>;
   table["ld" + load_name] = load<Space::kGeneric, kOrder>;
   table["st" + store_name + ".global"] = store<Space::kGlobal, kOrder>;
   table["st" + store_name + ".shared"] = store<Space::kShared, kOrder>;
+  table["st" + store_name + ".cluster"] = store<Space::kCluster, kOrder>;
   table["st" + store_name] = store<Space::kGeneric, kOrder>;
 }
 
@@ -436,10 +450,12 @@ void add_memory(Table& table) {
   table["ld.param"] = load<Space::kParameter>;
   table["ld.global"] = table["ld.const"] = load<Space::kGlobal>;
   table["ld.shared"] = load<Space::kShared>;
+  table["ld.cluster"] = load<Space::kCluster>;
   table["ld.local"] = load<Space::kLocal>;
   table["ld"] = load<Space::kGeneric>;
   table["st.global"] = store<Space::kGlobal>;
   table["st.shared"] = store<Space::kShared>;
+  table["st.cluster"] = store<Space::kCluster>;
   table["st.local"] = store<Space::kLocal>;
   table["st"] = store<Space::kGeneric>;
   table["ldmatrix"] = load_matrix;

@@ -2,11 +2,15 @@
 #pragma once
 
 #include <array>
+#include <cstdlib>
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
+#include <new>
 #include <random>
 #include <set>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -34,11 +38,17 @@ enum FindingKind : int32_t {
   kRegister, kFence, kBarrier, kTrap,
 };
 
+// In the first detail of a finding: of an access to another block's shared memory, and of a wait that never ends.
+enum Detail : int64_t { kNotBegun = -1, kExited = -2, kNobodyWrites = -2 };
+
 struct Finding {
   int32_t kind, instruction, block, warp, lane, other;
   uint64_t address;
   int64_t detail[2];
 };
+
+// In which order the clusters of a grid begin, and which of those that have begun goes on.
+enum BlockOrder : int32_t { kInOrder, kReversed, kShuffled, kTogether };
 
 struct Counts {
   int64_t executed = 0, lanes = 0, bytes = 0, wavefronts = 0, ideal = 0, sectors = 0, requests = 0, waits = 0;
@@ -82,7 +92,7 @@ struct Accessor {
   const Clock* clock;
   int agent;
   uint32_t time;
-  int warp;
+  int warp;  // its agent
   int lane;  // -1 for what is not done by one lane
   bool async;  // through the asynchronous proxy
   uint32_t met = 0;  // the time since when the lanes of the warp have not met
@@ -141,6 +151,7 @@ struct Wrote {
 };
 
 struct FullWarp : Warp {
+  int agent = 0;  // its number within the cluster
   std::vector<uint8_t> file;
   std::vector<uint8_t> local;       // each lane's own memory
   std::vector<uint8_t> local_written;  // which bytes of it were written
@@ -151,12 +162,17 @@ struct FullWarp : Warp {
   uint32_t asked = 0;               // the lanes that get the result
   bool give_up = false;             // its next try to wait is in vain
   uint32_t cluster = 0;             // the generation of the cluster's barrier that it waits for
+  uint32_t passed = 0;              // how many of these have been completed before it went on
   std::array<uint32_t, 17> arrived{};  // at each barrier: 1 + the generation in which it came there last
   Clock clock;
   Clock fence;                      // what it knew at its last fence: what a relaxed store tells those who read it
   Clock seen;                       // what it has read by relaxed loads: known from the next fence on
   int polls = 0;                    // atomic loads and changes since it had its turn
   bool polled = false;              // whether these ended its turn
+  bool idle = false;                // and all of them read where it has read before
+  uint64_t polled_at = 0;           // where it has read last
+  int32_t polled_by = -1;           // the instruction that read there
+  std::set<uint64_t> polled_before; // where it has read since it last did something else
   int leader = -1;                  // the lane whose fragment goes on first, or -1: the one that is furthest behind
   uint32_t met = 1;                 // its time when its lanes last met
   Queue copies, products, stores;
@@ -175,8 +191,10 @@ struct Barrier {
 };
 
 struct Mbarrier {
+  Block* home = nullptr;
   Access made;  // by its initialisation
   bool fenced = false;  // whether the warp that initialised it has executed fence.mbarrier_init since
+  uint32_t generation = 0;  // of the cluster's barrier, when it was fenced
   int agent = 0;
   int64_t count = 0, pending = 0, bytes = 0;
   int64_t expected = 0, completed = 0;  // bytes of this phase
@@ -186,29 +204,88 @@ struct Mbarrier {
   Clock arriving, done;
 };
 
+// Accesses that have not happened, by word: the system hands out zeros page by page, and most pages are never touched.
+class Accesses {
+ public:
+  void assign(size_t count) {
+    all.reset(static_cast<Access*>(std::calloc(count + 1, sizeof(Access))));
+    if (all == nullptr) throw std::bad_alloc();
+  }
+  bool empty() const { return all == nullptr; }
+  Access& operator[](size_t n) { return all.get()[n]; }
+
+ private:
+  struct Free {
+    void operator()(Access* one) const { std::free(one); }
+  };
+  std::unique_ptr<Access, Free> all;
+};
+
+struct Cluster;
+
+// An access from another block of the cluster.
+struct Visitor {
+  Access access;
+  int warp = 0;  // its agent
+};
+
+// Its last access to a block of the cluster.
+struct LastVisit {
+  Access access;
+  const Block* block = nullptr;
+  int warp = 0;  // its number
+  uint64_t address = 0;
+};
+
+constexpr int kClusterBarrier = 16;  // behind those of the block
+
 struct Block {
   int number = 0;
+  int rank = 0;  // within its cluster
+  Cluster* cluster = nullptr;
   std::vector<uint8_t> shared;
   std::vector<uint8_t> written;  // which bytes of it anybody has written
   std::vector<FullWarp> warps;
-  std::array<Barrier, 17> barriers;  // the last one is the cluster's
+  std::array<Barrier, kClusterBarrier> barriers;
   std::map<uint32_t, Mbarrier> mbarriers;
   std::vector<Load> loads;
-  std::map<uint64_t, Clock> released;  // by address: what those who read there learn (read_flag)
-  std::vector<Access> writes;  // of each word of shared memory the last one
-  std::vector<Access> reads;   // and of each word by each warp
-  std::vector<Access> atomics;  // strong writes of each word by each warp; empty until there are any
-  int agents = 0;
-  int64_t events = 0;  // what somebody may have waited for
+  size_t words = 0;
+  Accesses writes;  // of each word of shared memory the last one
+  Accesses reads;   // and of each word by each warp
+  Accesses atomics;  // strong writes of each word by each warp; empty until there are any
+  std::unordered_map<uint64_t, std::vector<Visitor>> remote_reads, remote_atomics;  // the same, by other blocks
+  std::map<int, LastVisit> visitors;  // by agent
+  int32_t exit = -1;  // the instruction by which its last thread has exited
 
   void start();
+  void event();  // somebody may have waited for it
   // Notes an access. The instruction that it collides with, or -1; `unfenced` where only a proxy fence lacks.
   int32_t touch(const Accessor& who, uint64_t address, int bytes, int32_t instruction, bool write, bool& unfenced);
+
+ private:
+  bool is_own(int agent) const;
+};
+
+// The blocks that are launched together and see each other's shared memory; often just one.
+struct Cluster {
+  int number = 0;
+  std::vector<std::unique_ptr<Block>> blocks;  // by rank
+  Barrier barrier;
+  int warps = 0;  // of all blocks
+  int agents = 0;
+  int64_t events = 0;  // what somebody may have waited for
+  int64_t stuck = -1;  // how many there were when nobody could go on
+  int tries = 0;       // to go on since
+  std::map<uint64_t, Clock> released;  // by address: what those who read there learn (read_flag)
+
+  void start();
   // An atomic load: what those who wrote there have released, the warp knows, at once or from its next fence on.
   void read_flag(FullWarp& warp, uint64_t address, bool acquires);
   // An atomic store, or a change: it releases what the warp knows, or what it knew at its last fence.
   void write_flag(FullWarp& warp, uint64_t address, bool releases, bool changes);
 };
+inline void Block::event() { ++cluster->events; }
+inline bool Block::is_own(int agent) const { return agent / static_cast<int>(warps.size()) == rank; }
 void fence(FullWarp& warp);
 
 // Accesses to a word of global memory: by which block (-1: none, -2: several), its last one and the last one of another
@@ -254,6 +331,8 @@ struct Machine {
   std::vector<Counts> counts;
   bool hands_on = false;  // whether threads may tell others something by atomic accesses
   Schedule schedule = kEager;
+  bool fine = false;    // whether warps have short turns
+  int64_t changes = 0;  // stores, and atomic operations that have changed something
   std::mt19937_64 random;
   bool stopped = false;
 
@@ -293,11 +372,11 @@ struct Machine {
 inline FullWarp& full(const Context& context) { return *static_cast<FullWarp*>(context.warp); }
 
 inline Accessor accessor(const FullWarp& warp, int lane, Strength strength = kWeak) {
-  return {&warp.clock, warp.number, warp.clock.known[warp.number], warp.number, lane, false, warp.met, strength};
+  return {&warp.clock, warp.agent, warp.clock.known[warp.agent], warp.agent, lane, false, warp.met, strength};
 }
 
 // The lanes of a warp meet: what each of them did before, the others know.
-inline void meet(FullWarp& warp) { warp.met = ++warp.clock.known[warp.number]; }
+inline void meet(FullWarp& warp) { warp.met = ++warp.clock.known[warp.agent]; }
 
 // The address of an operand (slot, bytes of the register, offset) in a lane.
 inline uint64_t address_of(Context& c, const int32_t* o, int lane) {
@@ -309,10 +388,53 @@ inline uint64_t address_of(Context& c, const int32_t* o, int lane) {
 constexpr uint64_t kSharedWindow = uint64_t{0x7f} << 40, kLocalWindow = uint64_t{0x7e} << 40,
                    kParameterWindow = uint64_t{0x7d} << 40, kWindow = uint64_t{1} << 40;
 
-void run_block(Machine& machine, Block& block);
+// Addresses of shared memory name a block of the cluster from this bit on: 0 is the own one, n + 1 that of rank n.
+constexpr int kRankShift = 24;
+constexpr uint64_t kOwnShared = uint64_t{1} << kRankShift;
+inline uint64_t at_rank(uint64_t address, int rank) {
+  return address % kOwnShared | (static_cast<uint64_t>(rank) + 1) << kRankShift;
+}
+// The block that has an address in shared memory, or null; the address becomes one of its own.
+inline Block* home_of(const Context& context, uint64_t& address) {
+  if (address < kOwnShared) return context.block;
+  auto& blocks = context.block->cluster->blocks;
+  uint64_t rank = (address >> kRankShift) - 1;
+  address %= kOwnShared;
+  return rank < blocks.size() ? blocks[rank].get() : nullptr;
+}
+// An address of shared memory as all blocks of the cluster name it.
+inline uint64_t shared_by_all(const Context& context, uint64_t address) {
+  address %= kWindow;
+  return address < kOwnShared ? at_rank(address, context.block->rank) : address;
+}
+// An atomic access to an address: others get their turn now and then.
+void poll(Context& context, uint64_t address);
+// Checks an access to another block's shared memory: the block has begun, and has not ended.
+void check_visit(Context& context, const Accessor& who, Block& home, uint64_t address);
+// Tells the accesses of other blocks that may come after the end of this one.
+void check_exit(Machine& machine, Block& block);
+
+// What a cluster did in its turn. One that polls waits for others to write something.
+enum class Step { kGoing, kPolling, kDone };
+Step step(Machine& machine, Cluster& cluster);
+
+// The clusters of a launch.
+struct Grid {
+  int64_t clusters = 0;
+  int64_t resident = 1;  // so many at a time
+  BlockOrder order = kInOrder;
+  uint64_t seed = 0;
+  std::function<std::unique_ptr<Cluster>(int64_t)> make;
+};
+void run_grid(Machine& machine, const Grid& grid);
+
 void finish(Block& block, FullWarp& warp, Queue& queue, size_t kept);  // all groups but the last ones
 void close(Queue& queue);
 Mbarrier* mbarrier(Context& context, int lane, uint64_t address);
+// The same where it is, or null.
+Mbarrier* mbarrier_of(const Context& context, uint64_t address);
+// Bytes of asynchronous work of a number have come.
+void land_bytes(Context& context, int lane, uint64_t address, uint32_t number, int64_t bytes);
 // Arrivals, or bytes that have come, may complete a phase.
 void arrived(Context& context, int lane, uint64_t address, Mbarrier& barrier, int64_t count);
 void completed(Context& context, int lane, uint64_t address, Mbarrier& barrier, int64_t bytes);
@@ -320,5 +442,6 @@ void completed(Context& context, int lane, uint64_t address, Mbarrier& barrier, 
 void add_barrier(Table& table);
 void add_async(Table& table);
 void add_atomic(Table& table);
+void add_cluster(Table& table);
 
 }  // namespace fw
