@@ -57,6 +57,7 @@ _TMA_UNIT, _MAP_BYTES = 16, 128
 _LISTS = ("code", "operands", "touched", "specials")
 RESIDENT = 2048
 """The thread blocks that are on a GPU at a time at most, unless the launch is cooperative."""
+_RACES = ("shared", "global")
 _ORDERS = ("in-order", "reversed", "random", "all")
 _WORKSPACE = 1 << 37  # where a cooperative launch has its workspace in global memory
 _WORKSPACE_BYTES = 256
@@ -154,6 +155,7 @@ def launch(
     cooperative: bool = False,
     order: str = "in-order",
     resident: int | None = None,
+    races: str = "shared",
 ) -> LaunchResult:
     """Run a grid of thread blocks. `shared` bytes are added to what the kernel declares.
 
@@ -165,13 +167,16 @@ def launch(
     `cooperative` launches have all blocks resident, and the kernel may synchronise the grid. Of
     others, `resident` blocks are there at a time, RESIDENT by default. `order` says in which order
     they begin: `in-order` or `reversed`, one after the other, the next one when those before it
-    wait for it; `random:SEED` or `all`, at once, in a random order of steps or in turn. Raises
+    wait for it; `random:SEED` or `all`, at once, in a random order of steps or in turn. Races are looked for in
+    shared memory, with `races="global"` also in global memory, between all blocks. Raises
     Failed with FW831 for a launch that no GPU can do.
     """
     check_launch(program, grid, block, shared)
     together = cluster_of(program, grid, cluster)
     check_blocks(program, grid, block, cooperative)
     order_kind, order_seed = order_of(order)
+    if races not in _RACES:
+        raise ValueError(f"no races {races!r}: there are {' and '.join(_RACES)}")
     blocks = math.prod(grid) if cooperative else RESIDENT if resident is None else resident
     workspace = np.zeros(_WORKSPACE_BYTES, np.uint8)
     kind, seed = schedule_of(schedule)
@@ -209,6 +214,7 @@ def launch(
         resident=max(blocks // math.prod(together), 1),
         order_seed=order_seed,
         workspace=_WORKSPACE if cooperative else 0,
+        global_races=int(races == "global"),
         shared_bytes=program.shared + shared,
         local_bytes=program.local,
         schedule=kind,

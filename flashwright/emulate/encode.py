@@ -332,7 +332,7 @@ class _Encoder:
         elif name.startswith("fence.mbarrier_init"):
             self._emit("fence.mbarrier_init", [])
         elif first == "membar" or (first == "fence" and not name.startswith(_NO_FENCE)):
-            self._emit("fence", [])
+            self._emit("fence", [self._scope()])
         elif first in ("fence", *_NOTHING) or name.startswith("cp.async.bulk.prefetch"):
             self._emit("nothing", [])
         elif first in _SPECIAL:
@@ -411,7 +411,7 @@ class _Encoder:
         order = self._order() if space in ("", "global", "shared", _CLUSTER) else []
         spelled = ".".join([parts[0], *order, *([space] if space else [])])
         spelled = spelled.replace(_CLUSTER, "cluster")
-        self._emit(spelled, [*header, *slots, *self._address(where)])
+        self._emit(spelled, [*header, *slots, *self._address(where), self._scope()])
 
     def _order(self) -> list[str]:
         """The part of the opcode that says how an access is ordered."""
@@ -428,6 +428,12 @@ class _Encoder:
         places = [*self._address(to), *self._address(barrier)]
         slots = [self._slot(v, size) for v in values]
         self._emit("st.async", [*places, size, size, len(slots), *slots])
+
+    def _scope(self) -> int:
+        """How far a fence or an atomic access reaches: the block, the cluster or the grid."""
+        assert self.now is not None
+        parts = self.now.opcode.split(".")
+        return 0 if "cta" in parts else 1 if "cluster" in parts else 2
 
     def _matrices(self, name: str, operands: Sequence[Operand]) -> None:
         kind = name.partition(".")[0]
@@ -448,7 +454,7 @@ class _Encoder:
         space = 1 if shared else 0 if "global" in parts else 2
         both, order = "acq_rel" in parts, self._order()
         acquires, releases = (both or order == [name] for name in ("acquire", "release"))
-        space += 4 * acquires + 8 * releases
+        space += 4 * acquires + 8 * releases + 16 * self._scope()
         count = _ADDED_AT_ONCE.get(name, 1)
         if count > 1:
             parts.pop(-2)

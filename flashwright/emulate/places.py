@@ -45,7 +45,7 @@ _VERBS = {
     "red": "changes",
 }
 # The first details of findings that have a meaning of their own (run.h).
-NOT_BEGUN, EXITED, NOBODY_WRITES = -1, -2, -2
+NOT_BEGUN, EXITED, NOBODY_WRITES, OTHER_BLOCK, NARROW_SCOPE = -1, -2, -2, -3, -4
 _TYPE = re.compile(r"\.[busf](8|16|32|64|128)$")
 _NEAR = 1 << 19  # bytes up to which an address counts as near a tensor
 
@@ -215,6 +215,10 @@ def _told(one: Finding, origin: Origin) -> str:
         return f"{verb} {count}{where}, which may not have begun: there is no barrier.cluster"
     if one.kind == "race" and first == EXITED and one.other:
         return f"{verb} {count}{where}, which may have exited at {locate(one.other, origin)}"
+    if one.kind == "race" and first == OTHER_BLOCK:
+        return f"{verb} {where} with nothing that orders it and, in another block, {other}"
+    if one.kind == "race" and first == NARROW_SCOPE:
+        return f"{verb} {where} in a scope too small for it or for {other}, in another block"
     if one.kind == "out_of_bounds" and one.instruction.opcode.startswith("mapa"):
         return f"asks for rank {first} of its cluster, which has fewer blocks"
     if one.kind == "race" and one.other == one.instruction and first > 0:

@@ -62,6 +62,7 @@ class Launch(ctypes.Structure):
         ("resident", ctypes.c_int64),
         ("order_seed", ctypes.c_uint64),
         ("workspace", ctypes.c_uint64),
+        ("global_races", ctypes.c_int32),
         ("shared_bytes", ctypes.c_int32),
         ("local_bytes", ctypes.c_int32),
         ("schedule", ctypes.c_int32),

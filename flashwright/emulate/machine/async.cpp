@@ -56,7 +56,7 @@ struct Cut {
     bytes += size;
     Piece piece{shared, size, nullptr, {}};
     if (inside) {
-      piece.global = c.machine->global(c, who.lane, global, size, !load, 1);
+      piece.global = c.machine->global(c, who.lane, global, size, !load, 1, -1, load ? nullptr : &who);
       if (piece.global == nullptr) return;
     } else if (!load) {
       return;

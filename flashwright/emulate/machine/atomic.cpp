@@ -117,10 +117,10 @@ void reduce_async(Context& c, const int32_t* o, uint32_t mask) {
   c.machine->counts[c.instruction].bytes += int64_t{bytes} * __builtin_popcount(mask);
 }
 
-// Operands: whether in shared memory (2: generic), with 4 if it acquires and 8 if it releases, operation, type, slot of the result or -1, slot of the second operand
+// Operands: whether in shared memory (2: generic), with 4 if it acquires, 8 if it releases and 16 times its scope, operation, type, slot of the result or -1, slot of the second operand
 // or -1, address, then the slots of the first one, behind their number: several are neighbours in memory.
 void atomic(Context& c, const int32_t* o, uint32_t mask) {
-  int space = o[0] & 3;
+  int space = o[0] & 3, scope = o[0] >> 4;
   bool wide = o[2] == kB64 || o[2] == kU64 || o[2] == kS64 || o[2] == kF64;
   int each = wide ? 8 : o[2] >= kB16 ? 2 : 4, count = o[8], bytes = each * count;
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
@@ -130,19 +130,19 @@ void atomic(Context& c, const int32_t* o, uint32_t mask) {
     uint8_t* at = nullptr;
     if (!shared) {
       if (o[1] != kExchange) c.machine->check_filled(c, lane, address, bytes);
-      at = c.machine->global(c, lane, address, bytes, true, 0, true);
+      at = c.machine->global(c, lane, address, bytes, true, 0, scope);
     } else {
       at = changed(c, lane, address % kWindow, bytes, o[1] == kExchange);
     }
     if (at == nullptr) continue;
     if (c.machine->hands_on) {
-      FullWarp& warp = full(c);
       uint64_t flag = shared ? kSharedWindow + shared_by_all(c, address) : address;
-      if (o[3] >= 0) poll(c, flag);
-      if (o[3] >= 0) c.block->cluster->read_flag(warp, flag, (o[0] & 4) != 0);
-      c.block->cluster->write_flag(warp, flag, (o[0] & 8) != 0, true);
+      if (o[3] >= 0) read_flag(c, flag, scope, (o[0] & 4) != 0);
+      write_flag(c, flag, scope, (o[0] & 8) != 0, true);
     }
+    int64_t changes = c.machine->changes;
     for (int n = 0; n < count; ++n, at += each) apply_any(c, o, o[9 + n], lane, at, shared);
+    if (o[3] >= 0) poll(c, address, changes != c.machine->changes);
   }
   c.machine->counts[c.instruction].bytes += int64_t{bytes} * __builtin_popcount(mask);
 }

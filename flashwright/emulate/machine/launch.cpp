@@ -54,6 +54,7 @@ struct fw_launch {
   int64_t resident;          // how many at a time
   uint64_t order_seed;
   uint64_t workspace;        // of a cooperative launch, or 0
+  int32_t global_races;      // whether they are looked for
   int32_t shared_bytes;
   int32_t local_bytes;
   int32_t schedule;
@@ -114,7 +115,13 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
   machine.regions.assign(launch.regions, launch.regions + launch.region_count);
   for (const fw::Region& region : machine.regions) machine.filled.emplace_back(region.use >= fw::kOutput ? region.size : 0, 0);
   for (const fw::Region& region : machine.regions) {
-    if (reduces && !orders) machine.visits.emplace_back(region.use != fw::kRead ? 2 * (region.size / 4 + 1) : 0);
+    if (reduces && !orders && !launch.global_races) machine.visits.emplace_back(region.use != fw::kRead ? 2 * (region.size / 4 + 1) : 0);
+  }
+  machine.global_races = launch.global_races != 0;
+  for (const fw::Region& region : machine.regions) {
+    bool changes = machine.global_races && region.use != fw::kRead && region.use != fw::kUnset;
+    void* words = changes ? std::calloc(region.size / 4 + 1, sizeof(fw::GlobalWord)) : nullptr;
+    machine.words.emplace_back(static_cast<fw::GlobalWord*>(words));
   }
   machine.parameters.assign(launch.parameters, launch.parameters + launch.parameter_bytes);
   machine.schedule = static_cast<fw::Schedule>(launch.schedule);

@@ -15,7 +15,7 @@ void Machine::find(const Context& context, FindingKind kind, int lane, uint64_t 
 }
 
 uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes, bool write, int align,
-                         bool reduces) {
+                         int scope, const Accessor* who) {
   if (address % (align ? align : bytes) != 0) {
     find(context, kMisaligned, lane, address);
     return nullptr;
@@ -33,7 +33,10 @@ uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes
       if (write) std::fill_n(marks, bytes, 1);
       else if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
     }
-    if (!visits.empty() && region.use != kRead) visit(context, lane, n, offset, bytes, reduces);
+    if (!visits.empty() && region.use != kRead) visit(context, lane, n, offset, bytes, scope >= 0);
+    if (global_races && words[n] != nullptr) {
+      visit_words(context, who ? *who : accessor(full(context), lane), n, offset, bytes, write, scope);
+    }
     return region.data + offset;
   }
   find(context, kOutOfBounds, lane, address);
@@ -145,7 +148,7 @@ Space resolve(Space space, uint64_t& address) {
 }
 
 template <Order kOrder>
-uint8_t* at(Context& c, Space space, int lane, uint64_t address, int bytes, bool write) {
+uint8_t* at(Context& c, Space space, int lane, uint64_t address, int bytes, bool write, int scope) {
   constexpr Strength kStrength =
       kOrder == Order::kPlain ? kWeak : kOrder == Order::kVolatile ? kVolatile : kStrong;
   switch (space) {
@@ -156,18 +159,18 @@ uint8_t* at(Context& c, Space space, int lane, uint64_t address, int bytes, bool
       c.machine->find(c, kOutOfBounds, lane, address);
       return nullptr;
     case Space::kCluster: return c.machine->shared(c, lane, address, bytes, write, kStrength);
-    default: return c.machine->global(c, lane, address, bytes, write, 0, kOrder != Order::kPlain);
+    default: return c.machine->global(c, lane, address, bytes, write, 0, scope);
   }
 }
 
 template <Order kOrder>
-void hand_on(Context& c, Space space, uint64_t address, bool write) {
+void hand_on(Context& c, Space space, uint64_t address, bool write, int scope) {
   if (kOrder == Order::kPlain || !c.machine->hands_on) return;
   bool shared = space == Space::kShared || space == Space::kCluster;
   uint64_t flag = shared ? kSharedWindow + shared_by_all(c, address) : address;
-  if (write) return c.block->cluster->write_flag(full(c), flag, kOrder == Order::kOrdered, false);
+  if (write) return write_flag(c, flag, scope, kOrder == Order::kOrdered, false);
   poll(c, flag);
-  c.block->cluster->read_flag(full(c), flag, kOrder == Order::kOrdered);
+  read_flag(c, flag, scope, kOrder == Order::kOrdered);
 }
 
 // --- what it costs --------------------------------------------------------------------------------
@@ -222,7 +225,7 @@ void count(Context& c, Space space, const Traffic& traffic, int bytes) {
 // --- loads and stores -----------------------------------------------------------------------------
 
 // Operands: bytes of an element, bytes of a register, whether it is signed, how many, the registers, the
-// slot of the address and its bytes, the offset. Numbers are themselves, not slots.
+// slot of the address and its bytes, the offset; then the scope, of an atomic access. Numbers are themselves, not slots.
 struct Moved {
   int bytes, width, is_signed, count;
   const int32_t* registers;
@@ -237,13 +240,14 @@ template <Space kSpace, Order kOrder, class Move>
 void access(Context& c, const Moved& a, uint32_t mask, bool write, Move move) {
   Traffic traffic;
   Space space = kSpace;
+  int scope = kOrder == Order::kPlain ? -1 : a.address[3];
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     int lane = __builtin_ctz(rest);
     uint64_t address = address_of(c, a.address, lane);
     space = resolve(kSpace, address);
     traffic.address[traffic.count++] = address;
-    move(lane, at<kOrder>(c, space, lane, address, a.bytes * a.count, write));
-    hand_on<kOrder>(c, space, address, write);
+    move(lane, at<kOrder>(c, space, lane, address, a.bytes * a.count, write, scope));
+    hand_on<kOrder>(c, space, address, write, scope);
   }
   count(c, space, traffic, a.bytes * a.count);
 }
@@ -381,8 +385,9 @@ void wait_all(Context& c, const int32_t*, uint32_t) {
 
 void nothing(Context&, const int32_t*, uint32_t) {}
 
-void fence_all(Context& c, const int32_t*, uint32_t) {
-  if (c.machine->hands_on) fence(full(c));
+// Operands: the scope.
+void fence_all(Context& c, const int32_t* o, uint32_t) {
+  if (c.machine->hands_on) fence(*c.machine, *c.block->cluster, full(c), o[0]);
 }
 
 void meet_lanes(Context& c, const int32_t*, uint32_t) { meet(full(c)); }

@@ -19,6 +19,7 @@ void Clock::join(const Clock& other) {
     if (mine.size() < theirs.size()) mine.resize(theirs.size());
     for (size_t n = 0; n < theirs.size(); ++n) mine[n] = std::max(mine[n], theirs[n]);
   }
+  fw::join(others, other.others);
 }
 
 void Cluster::start() {
@@ -126,44 +127,14 @@ int32_t Block::touch(const Accessor& who, uint64_t address, int bytes, int32_t i
   return other;
 }
 
-namespace {
-
-void learn(FullWarp& warp, const Clock& told) {
-  // What a lane of this warp has released, another one of it may be told.
-  warp.met = std::max(warp.met, Clock::at(told.known, warp.agent) + 1);
-  warp.clock.join(told);
-}
-
-}  // namespace
-
-void fence(FullWarp& warp) {
-  learn(warp, warp.seen);
-  warp.seen = {};
-  warp.fence = warp.clock;
-  ++warp.clock.known[warp.agent];
-}
-
-void poll(Context& context, uint64_t address) {
+void poll(Context& context, uint64_t address, bool changes) {
   FullWarp& warp = full(context);
   ++warp.polls;
+  if (changes) return;
   warp.polled_by = context.instruction;
   if (std::exchange(warp.polled_at, address) == address) return;
   if (warp.polled_before.insert(address).second) warp.idle = false;
   if (warp.polled_before.size() > kFlags) warp.polled_before.clear();
-}
-
-void Cluster::read_flag(FullWarp& warp, uint64_t address, bool acquires) {
-  auto found = released.find(address);
-  if (found == released.end()) return;
-  if (acquires) learn(warp, found->second);
-  else warp.seen.join(found->second);
-}
-
-void Cluster::write_flag(FullWarp& warp, uint64_t address, bool releases, bool changes) {
-  const Clock& told = releases ? warp.clock : warp.fence;
-  if (!changes) released.erase(address);
-  if (!told.known.empty()) released[address].join(told);
-  if (releases) ++warp.clock.known[warp.agent];
 }
 
 void Machine::visit(Context& context, int lane, size_t region, uint64_t offset, int bytes, bool reduces) {

@@ -287,6 +287,7 @@ struct Runner {
     barrier.arrived += kLanes;
     warp.arrived[number] = barrier.generation + 1;
     if (hands_on) barrier.clock.join(warp.clock);
+    for (int n = 0; machine.global_races && n < 3; ++n) barrier.fenced[n].join(warp.fence[n]);
     if (number == kClusterBarrier) warp.cluster = barrier.generation;
     block.event();
     if (waits) {
@@ -306,23 +307,25 @@ struct Runner {
     Barrier& barrier = at(number);
     barrier.arrived = 0;
     ++barrier.generation;
-    barrier.done = barrier.clock;
-    barrier.clock = {};
+    barrier.done = std::exchange(barrier.clock, {});
+    barrier.fenced_done = std::exchange(barrier.fenced, {});
     for_warps(number, [&](FullWarp& other) {
       bool here = other.state == State::kBarrier || other.state == State::kCluster;
       if (!here || other.barrier != static_cast<uint64_t>(number)) return;
       if (other.state == State::kCluster) other.passed = barrier.generation;
       other.state = State::kReady;
       answer(other, barrier);
-      pass(other, barrier.done);
+      pass(other, barrier, number);
     });
     barrier.yes = barrier.no = 0;
   }
 
-  // Behind a barrier a warp knows what all who came there knew, and its own time moves on. A barrier is a fence too.
-  void pass(FullWarp& warp, const Clock& known) const {
-    warp.clock.join(known);
-    if (machine.hands_on) fence(warp);
+  // Behind a barrier a warp knows what all who came there knew, and its own time moves on. A barrier is a fence too, for
+  // those that it is for. What one of them has fenced for others stays fenced behind it.
+  void pass(FullWarp& warp, const Barrier& barrier, int number) const {
+    warp.clock.join(barrier.done);
+    for (int n = 0; machine.global_races && n < 3; ++n) warp.fence[n].join(barrier.fenced_done[n]);
+    if (machine.hands_on) fence(machine, *block.cluster, warp, number == kClusterBarrier ? kInCluster : kInBlock);
     meet(warp);
   }
 
@@ -331,7 +334,7 @@ struct Runner {
     Barrier& barrier = at(kClusterBarrier);
     if (barrier.generation != warp.cluster) {
       warp.passed = barrier.generation;
-      pass(warp, barrier.done);
+      pass(warp, barrier, kClusterBarrier);
       return false;
     }
     warp.state = State::kCluster;

@@ -39,7 +39,7 @@ enum FindingKind : int32_t {
 };
 
 // In the first detail of a finding: of an access to another block's shared memory, and of a wait that never ends.
-enum Detail : int64_t { kNotBegun = -1, kExited = -2, kNobodyWrites = -2 };
+enum Detail : int64_t { kNotBegun = -1, kExited = -2, kNobodyWrites = -2, kOtherBlock = -3, kNarrowScope = -4 };
 
 struct Finding {
   int32_t kind, instruction, block, warp, lane, other;
@@ -62,9 +62,16 @@ enum Schedule : int32_t { kEager, kLazy, kRandom };
 // that run on without it, the matrix products of each warpgroup; and each mbarrier, for what completes on it.
 // A clock says up to which time of each agent everything is known to have happened. Clocks are joined where
 // warps meet. An access that its agent does not know of may as well happen at the same time as its own.
+
+// What is known of other clusters, where that is asked: by their numbers. It is not changed, and many share it.
+using Others = std::map<int32_t, std::shared_ptr<const std::vector<uint32_t>>>;
+using KnownOthers = std::shared_ptr<const Others>;
+void join(KnownOthers& mine, const KnownOthers& theirs);
+
 struct Clock {
   std::vector<uint32_t> known;   // by agent
   std::vector<uint32_t> fenced;  // the same for the eyes of TMA and wgmma: known at a proxy fence
+  KnownOthers others;
 
   static uint32_t at(const std::vector<uint32_t>& times, int agent) {
     return agent < static_cast<int>(times.size()) ? times[agent] : 0;
@@ -86,6 +93,9 @@ constexpr uint8_t kVolatileBit = 0x10, kStrongBit = 0x20;
 // Accesses of which one may happen beside another without a race. Volatile ones are strong between warps, but
 // do not order the lanes of a warp.
 enum Strength : int32_t { kWeak, kVolatile, kStrong };
+
+// How far a fence or an atomic access reaches.
+enum Scope : int32_t { kInBlock, kInCluster, kInGrid };
 
 // Who accesses, as what.
 struct Accessor {
@@ -165,8 +175,9 @@ struct FullWarp : Warp {
   uint32_t passed = 0;              // how many of these have been completed before it went on
   std::array<uint32_t, 17> arrived{};  // at each barrier: 1 + the generation in which it came there last
   Clock clock;
-  Clock fence;                      // what it knew at its last fence: what a relaxed store tells those who read it
-  Clock seen;                       // what it has read by relaxed loads: known from the next fence on
+  // By scope: what it knew at its last fence, which a relaxed store tells those who read it; and what it has read by
+  // relaxed loads, which is known from the next fence on.
+  std::array<Clock, 3> fence, seen;
   int polls = 0;                    // atomic loads and changes since it had its turn
   bool polled = false;              // whether these ended its turn
   bool idle = false;                // and all of them read where it has read before
@@ -188,6 +199,7 @@ struct Barrier {
   int yes = 0, no = 0;          // predicates of those that have arrived
   uint32_t generation = 0;
   Clock clock, done;
+  std::array<Clock, 3> fenced, fenced_done;  // by scope: what those who have come there knew at their last fences
 };
 
 struct Mbarrier {
@@ -205,6 +217,10 @@ struct Mbarrier {
 };
 
 // Accesses that have not happened, by word: the system hands out zeros page by page, and most pages are never touched.
+struct Free {
+  void operator()(void* one) const { std::free(one); }
+};
+
 class Accesses {
  public:
   void assign(size_t count) {
@@ -215,9 +231,6 @@ class Accesses {
   Access& operator[](size_t n) { return all.get()[n]; }
 
  private:
-  struct Free {
-    void operator()(Access* one) const { std::free(one); }
-  };
   std::unique_ptr<Access, Free> all;
 };
 
@@ -266,6 +279,14 @@ struct Block {
   bool is_own(int agent) const;
 };
 
+// What those who read an address learn: by the scope of who has written there, and which block or cluster that was.
+struct Flag {
+  std::array<int, 3> owner{-1, -1, 0};
+  std::array<Clock, 2> told;
+  KnownOthers grid;
+};
+using Flags = std::unordered_map<uint64_t, Flag>;
+
 // The blocks that are launched together and see each other's shared memory; often just one.
 struct Cluster {
   int number = 0;
@@ -276,23 +297,40 @@ struct Cluster {
   int64_t events = 0;  // what somebody may have waited for
   int64_t stuck = -1;  // how many there were when nobody could go on
   int tries = 0;       // to go on since
-  std::map<uint64_t, Clock> released;  // by address: what those who read there learn (read_flag)
+  Flags flags;
 
   void start();
-  // An atomic load: what those who wrote there have released, the warp knows, at once or from its next fence on.
-  void read_flag(FullWarp& warp, uint64_t address, bool acquires);
-  // An atomic store, or a change: it releases what the warp knows, or what it knew at its last fence.
-  void write_flag(FullWarp& warp, uint64_t address, bool releases, bool changes);
 };
 inline void Block::event() { ++cluster->events; }
 inline bool Block::is_own(int agent) const { return agent / static_cast<int>(warps.size()) == rank; }
-void fence(FullWarp& warp);
+void fence(const Machine& machine, const Cluster& cluster, FullWarp& warp, int scope);
+// An atomic load: what those who wrote there have released, the warp knows, at once or from its next fence on.
+void read_flag(Context& context, uint64_t address, int scope, bool acquires);
+// An atomic store, or a change: it releases what the warp knows, or what it knew at its last fence.
+void write_flag(Context& context, uint64_t address, int scope, bool releases, bool changes);
 
 // Accesses to a word of global memory: by which block (-1: none, -2: several), its last one and the last one of another
 // warp.
 struct Visit {
   int32_t block = -1;
   Access last, other_warp;
+};
+
+// The same by any block, where races in global memory are looked for.
+struct GlobalAccess {
+  uint32_t time;  // 0 is never
+  int32_t instruction;
+  int32_t cluster;
+  int16_t agent;
+  int8_t lane;
+  uint8_t bytes : 4;
+  int8_t scope : 4;  // of an atomic access, else -1
+};
+static_assert(sizeof(GlobalAccess) == 16, "there are many of them");
+
+// The last plain and the last atomic change of a word, and its last reads by two blocks.
+struct GlobalWord {
+  GlobalAccess write, strong, read, other_read;
 };
 
 // --- the machine ----------------------------------------------------------------------------------
@@ -329,6 +367,9 @@ struct Machine {
   std::set<std::pair<int32_t, int32_t>> told;
   int64_t echoes = 0;
   std::vector<Counts> counts;
+  std::vector<std::unique_ptr<GlobalWord, Free>> words;  // of each tensor, if they are looked for
+  bool global_races = false;
+  Flags flags;  // in global memory
   bool hands_on = false;  // whether threads may tell others something by atomic accesses
   Schedule schedule = kEager;
   bool fine = false;    // whether warps have short turns
@@ -339,12 +380,16 @@ struct Machine {
   void find(const Context& context, FindingKind kind, int lane, uint64_t address, int other = -1,
             int64_t first = 0, int64_t second = 0);
   // The bytes at an address, or null, which has then been told.
+  // `scope`: that of an atomic access, or -1. `who`: if it is not the lane itself.
   uint8_t* global(Context& context, int lane, uint64_t address, int bytes, bool write, int align = 0,
-                  bool reduces = false);
+                  int scope = -1, const Accessor* who = nullptr);
   // Tells a change of what is empty.
   void check_filled(Context& context, int lane, uint64_t address, int bytes);
   // Finds reductions and plain accesses to the same words that nothing orders.
   void visit(Context& context, int lane, size_t region, uint64_t offset, int bytes, bool reduces);
+  // Finds accesses to the same words, of which one is no atomic one of a sufficient scope, that nothing orders.
+  void visit_words(Context& context, const Accessor& who, size_t region, uint64_t offset, int bytes, bool write,
+                   int scope);
   uint8_t* shared(Context& context, int lane, uint64_t address, int bytes, bool write, Strength strength = kWeak);
   // The same for asynchronous work of a group or an mbarrier.
   bool shared_async(Context& context, Accessor who, uint64_t address, int bytes, bool write);
@@ -407,8 +452,8 @@ inline uint64_t shared_by_all(const Context& context, uint64_t address) {
   address %= kWindow;
   return address < kOwnShared ? at_rank(address, context.block->rank) : address;
 }
-// An atomic access to an address: others get their turn now and then.
-void poll(Context& context, uint64_t address);
+// An atomic access to an address, which changes it or not: others get their turn now and then.
+void poll(Context& context, uint64_t address, bool changes = false);
 // Checks an access to another block's shared memory: the block has begun, and has not ended.
 void check_visit(Context& context, const Accessor& who, Block& home, uint64_t address);
 // Tells the accesses of other blocks that may come after the end of this one.
