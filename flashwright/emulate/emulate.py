@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flashwright.build.load import shown_dims
 from flashwright.build.plan_rules import LAYOUTS, caller_order
 from flashwright.emulate.encode import ACQUIRES, MODULE, EncodedKernel, encode, refused
-from flashwright.emulate.launch_limits import check_launch
+from flashwright.emulate.launch_limits import check_blocks, check_launch, cluster_of
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.ptx import Instruction
@@ -61,6 +61,12 @@ ASSERT = "__assertfail"
 _HEAP_TABLE = 1 << 20  # bytes of the list of allocations
 _PRINTED = 1 << 20  # bytes of printf in a launch, as CUDA has them
 _LISTS = ("code", "operands", "touched", "specials")
+RESIDENT = 2048
+"""The thread blocks that are on a GPU at a time at most, unless the launch is cooperative."""
+_RACES = ("shared", "global")
+_ORDERS = ("in-order", "reversed", "random", "all")
+_WORKSPACE = 1 << 39  # where a cooperative launch has its workspace in global memory
+_WORKSPACE_BYTES = 256
 _ZEROS = np.zeros(_TMA_UNIT, np.uint8)  # in place of a tensor without elements
 
 
@@ -162,16 +168,36 @@ def launch(
     machine: Machine = here,
     constants: Collection[str] = (),
     heap: Array | None = None,
+    *,
+    cluster: Sequence[int] | None = None,
+    cooperative: bool = False,
+    order: str = "in-order",
+    resident: int | None = None,
+    races: str = "shared",
 ) -> LaunchResult:
     """Run a grid of thread blocks. `shared` bytes are added to what the kernel declares.
 
     `schedule` says when asynchronous work is done: `eager`, when it is started; `lazy`, as late as
     a wait allows; `random:SEED`, at any moment between, with the warps in any order. `constants`
     are those without an initialiser that the caller has set: a read of others is a finding. `heap`
-    is the memory of malloc (make_heap), as an earlier launch has left it. Raises
-    Failed with FW831 for a launch that no GPU can do.
+    is the memory of malloc (make_heap), as an earlier launch has left it.
+
+    `cluster` are the blocks of a cluster along each axis, if the kernel does not say it.
+    `cooperative` launches have all blocks resident, and the kernel may synchronise the grid. Of
+    others, `resident` blocks are there at a time, RESIDENT by default. `order` says in which order
+    they begin: `in-order` or `reversed`, one after the other, the next one when those before it
+    wait for it; `random:SEED` or `all`, at once, in a random order of steps or in turn. Races are
+    looked for in shared memory, with `races="global"` also in global memory, between all blocks.
+    Raises Failed with FW831 for a launch that no GPU can do.
     """
     check_launch(program, grid, block, shared)
+    together = cluster_of(program, grid, cluster)
+    check_blocks(program, grid, block, cooperative)
+    order_kind, order_seed = order_of(order)
+    if races not in _RACES:
+        raise ValueError(f"no races {races!r}: there are {' and '.join(_RACES)}")
+    blocks = math.prod(grid) if cooperative else RESIDENT if resident is None else resident
+    workspace = np.zeros(_WORKSPACE_BYTES, np.uint8)
     kind, seed = schedule_of(schedule)
     names, (code, operands, touched, specials) = program.packed
     registers = np.frombuffer(bytes(program.registers) + _SPARE, np.uint8)
@@ -184,6 +210,8 @@ def launch(
     if heap is not None and ("malloc" in program.names or heap[-_HEAP_TABLE:][:8].any()):
         known.append(Region(HEAP_BASE, heap.nbytes, heap.ctypes.data, HEAP))
     printed = np.zeros(8 + (_PRINTED if "vprintf" in program.names else 0), np.uint8)
+    if cooperative:
+        known.append(Region(_WORKSPACE, workspace.nbytes, workspace.ctypes.data, READ_WRITE))
     listed = (Region * len(known))(*known)
     found = (FindingRecord * _ROOM)()
     counts = np.zeros((len(program.names), len(COUNTS)), np.int64)
@@ -205,6 +233,12 @@ def launch(
         parameter_bytes=len(given),
         grid=(ctypes.c_int32 * 3)(*[*grid, 1, 1][:3]),
         block=(ctypes.c_int32 * 3)(*[*block, 1, 1][:3]),
+        cluster=(ctypes.c_int32 * 3)(*together),
+        order=order_kind,
+        resident=max(blocks // math.prod(together), 1),
+        order_seed=order_seed,
+        workspace=_WORKSPACE if cooperative else 0,
+        global_races=int(races == "global"),
         shared_bytes=program.shared + shared,
         local_bytes=program.local,
         schedule=kind,
@@ -266,6 +300,17 @@ def schedule_of(text: str) -> tuple[int, int]:
     if name == "random" and seed.isdecimal():
         return 2, int(seed)
     raise ValueError(f"no schedule {text!r}: there are eager, lazy and random:SEED")
+
+
+def order_of(text: str) -> tuple[int, int]:
+    """The machine's number of an order of blocks, and its seed. Raises ValueError for an unknown
+    one."""
+    name, _, seed = text.partition(":")
+    if text in _ORDERS and text != "random":
+        return _ORDERS.index(text), 0
+    if name == "random" and seed.isdecimal():
+        return _ORDERS.index(name), int(seed)
+    raise ValueError(f"no order {text!r}: there are in-order, reversed, all and random:SEED")
 
 
 def _findings(program: EncodedKernel, count: int, found: Any) -> tuple[Finding, ...]:

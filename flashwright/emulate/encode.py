@@ -52,6 +52,8 @@ _ORDERS = (
     "acquire",
     "release",
 )  # of accesses that may tell others something
+_CLUSTER = "shared::cluster"  # the shared memory of all blocks of a cluster
+_SPACES = ("param", "global", "shared", "const", "local", _CLUSTER)
 _AXES = ("x", "y", "z")
 # In the order of launch.cpp's `special`.
 SPECIALS = (
@@ -62,6 +64,7 @@ SPECIALS = (
     *(f"%{name}.{axis}" for name in ("clusterid", "nclusterid") for axis in _AXES),
     *(f"%cluster_{name}.{axis}" for name in ("ctaid", "nctaid") for axis in _AXES),
     *("%cluster_ctarank", "%cluster_nctarank"),
+    *("%envreg1", "%envreg2"),  # the address of the grid's workspace, its upper half first
 )
 # The bytes of each, and the bits that they are shifted by. All count the instructions of a warp.
 CLOCKS = {
@@ -424,7 +427,7 @@ class _Encoder:
         elif name.startswith("fence.mbarrier_init"):
             self._emit("fence.mbarrier_init", [])
         elif first == "membar" or (first == "fence" and not name.startswith(_NO_FENCE)):
-            self._emit("fence", [])
+            self._emit("fence", [self._scope()])
         elif first in ("fence", "", *_NOTHING) or name.startswith("cp.async.bulk.prefetch"):
             self._emit("nothing", [])
         elif first in _SPECIAL:
@@ -525,8 +528,11 @@ class _Encoder:
         self._emit(name, slots + sizes if sizes != typed else slots)
 
     def _access(self, name: str, operands: Sequence[Operand]) -> None:
+        if name.startswith("st.async"):
+            self._store_async(name, operands)
+            return
         parts = name.split(".")
-        space = next((p for p in parts if p in ("param", "global", "shared", "const", "local")), "")
+        space = next((p for p in parts if p in _SPACES), "")
         kind = parts[-1]
         if kind.lstrip("busf") not in BYTES or len(operands) != 2:
             raise self._unknown()
@@ -545,9 +551,10 @@ class _Encoder:
         if size > 8:  # two halves each
             size, slots = 8, [slot + half for slot in slots for half in (0, 8)]
         header = [size, width, int(kind[0] == "s"), len(slots)]
-        order = self._order() if space in ("", "global", "shared") else []
+        order = self._order() if space in ("", "global", "shared", _CLUSTER) else []
         spelled = ".".join([parts[0], *order, *([space] if space else [])])
-        self._emit(spelled, [*header, *slots, *self._address(where)])
+        spelled = spelled.replace(_CLUSTER, "cluster")
+        self._emit(spelled, [*header, *slots, *self._address(where), self._scope()])
 
     def _order(self) -> list[str]:
         """The part of the opcode that says how an access is ordered."""
@@ -559,6 +566,22 @@ class _Encoder:
         """Encode createpolicy: there is no cache, and any number will do."""
         self._emit("mov.b64", [self._slot(operands[0], 8), self._constant(0, 8)])
 
+    def _store_async(self, name: str, operands: Sequence[Operand]) -> None:
+        kind = name.rpartition(".")[2]
+        if not name.startswith("st.async") or kind.lstrip("busf") not in BYTES:
+            raise self._unknown()
+        to, value, barrier = operands
+        size, values = BYTES[kind.lstrip("busf")], flat(value)
+        places = [*self._address(to), *self._address(barrier)]
+        slots = [self._slot(v, size) for v in values]
+        self._emit("st.async", [*places, size, size, len(slots), *slots])
+
+    def _scope(self) -> int:
+        """How far a fence or an atomic access reaches: the block, the cluster or the grid."""
+        assert self.now is not None
+        parts = self.now.opcode.split(".")
+        return 0 if "cta" in parts else 1 if "cluster" in parts else 2
+
     def _matrices(self, name: str, operands: Sequence[Operand]) -> None:
         kind = name.partition(".")[0]
         values, where = operands if kind == "ldmatrix" else operands[::-1]
@@ -569,10 +592,16 @@ class _Encoder:
 
     def _atomic(self, name: str, operands: Sequence[Operand]) -> None:
         kind, *parts = name.replace(".noftz", "").split(".")
-        space = 1 if "shared" in parts else 0 if "global" in parts else 2
+        if parts[0] == "async":
+            *operands, told = operands
+            kind, barrier = "red.async", self._address(told)
+        else:
+            barrier = []
+        shared = "shared" in parts or _CLUSTER in parts
+        space = 1 if shared else 0 if "global" in parts else 2
         both, order = "acq_rel" in parts, self._order()
         acquires, releases = (both or order == [name] for name in ("acquire", "release"))
-        space += 4 * acquires + 8 * releases
+        space += 4 * acquires + 8 * releases + 16 * self._scope()
         vectors = [part for part in parts if part in _VECTORS]
         parts = [part for part in parts if part not in _VECTORS]
         count = int(vectors[0][1:]) if vectors else 1
@@ -591,7 +620,7 @@ class _Encoder:
         if len(first) != count or len(results) != count or (vectors and space & 3 == 1):
             raise self._unknown()
         header = [space, operation, number, self._slot(second, size)]
-        self._emit(kind, [*header, *self._address(where), count, *first, *results])
+        self._emit(kind, [*header, *self._address(where), count, *first, *results, *barrier])
 
     # --- matrices -----------------------------------------------------------------------------
 
@@ -749,7 +778,14 @@ class _Encoder:
             barrier = rest[0] if tensor else rest[1]
             what = self._box(source) if tensor else self._run(source, rest[0])
             places = [*self._address(to), *self._address(barrier)]
-            self._emit("cp.async.bulk.load", [*places, tensor, *what])
+            mask = -1
+            if ".multicast::cluster" in name:
+                mask = self._slot(rest[1 if tensor else 2], 2)
+            self._emit("cp.async.bulk.load", [*places, mask, tensor, *what])
+        elif name.startswith("cp.async.bulk.shared::cluster.shared.mbarrier::complete_tx"):
+            to, source, size, barrier = operands
+            places = [*self._address(to), *self._address(barrier), *self._address(source)]
+            self._emit("cp.async.bulk.copy", [*places, self._slot(size, 4)])
         elif ".bulk_group" in name and name.find(".global") < name.find(".shared"):
             to, source, *rest = operands
             what = self._box(to) if tensor else self._run(to, rest[0])
@@ -771,7 +807,8 @@ class _Encoder:
     def _barrier(self, name: str, operands: Sequence[Operand]) -> None:
         kind = name.split(".")[1]
         if kind == "cluster":
-            self._emit("", [], CLUSTER_ARRIVE if ".arrive" in name else CLUSTER_WAIT)
+            relaxed = int(self._order() == ["relaxed"])
+            self._emit("", [relaxed], CLUSTER_ARRIVE if ".arrive" in name else CLUSTER_WAIT)
         elif kind == "warp":
             self._emit("bar.warp", [self._slot(operands[0], 4)])
         elif kind in ("sync", "arrive"):

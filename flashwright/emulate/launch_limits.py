@@ -19,6 +19,9 @@ _MOST_DECLARED = 48 * KIB  # bytes of shared memory; more must be dynamic
 # What a block may have at most, after cudaFuncSetAttribute, where no GPU of ours tells it.
 _OTHER_SHARED = {70: 96 * KIB, 72: 96 * KIB, 87: 163 * KIB}
 _MOST_EMULATED = 2**31 - 1  # blocks
+_FIRST_WITH_CLUSTERS = 90
+_MOST_OF_CLUSTER = 16  # more than 8 after cudaFuncAttributeNonPortableClusterSizeAllowed
+_MOST_SMS, _THREADS_OF_SM, _BLOCKS_OF_SM = 192, 2048, 32  # of any GPU
 
 
 def check_launch(
@@ -26,7 +29,6 @@ def check_launch(
 ) -> None:
     """Raises Failed with FW831, which names the limit, for a launch that is refused."""
     for problem in (
-        *_clusters(program),
         *_grid(grid),
         *_block(program, block),
         *_memory(program, shared),
@@ -35,13 +37,52 @@ def check_launch(
         raise Failed(Diagnostic("FW831", text))
 
 
-def _clusters(program: EncodedKernel) -> Iterator[str]:
-    sizes = program.directives.get("reqnctapercluster", ())
-    if math.prod(sizes) != 1:
-        listed = ", ".join(map(str, sizes))
-        yield f"its clusters have {listed} blocks, and the emulator runs clusters of one block"
-    elif "explicitcluster" in program.directives and not sizes:
-        yield "it demands a cluster size of its launch, and the emulator runs clusters of one block"
+def cluster_of(
+    program: EncodedKernel, grid: Sequence[int], asked: Sequence[int] | None
+) -> tuple[int, ...]:
+    """The blocks of a cluster along each axis. Raises Failed with FW831 for a size that a GPU
+    refuses."""
+    own = program.directives.get("reqnctapercluster")
+    sizes = _padded(asked or own or (1,))
+    for problem in _clusters(program, _padded(grid), sizes, own, asked):
+        text = f"{program.entry} cannot be launched: {problem}"
+        raise Failed(Diagnostic("FW831", text))
+    return sizes
+
+
+def _clusters(
+    program: EncodedKernel,
+    grid: Sequence[int],
+    sizes: Sequence[int],
+    own: Sequence[int] | None,
+    asked: Sequence[int] | None,
+) -> Iterator[str]:
+    listed = ", ".join(map(str, sizes))
+    if not own and not asked and "explicitcluster" in program.directives:
+        yield "it demands a cluster size of its launch: cluster="
+    if own and asked and _padded(own) != sizes:
+        demanded = ", ".join(map(str, _padded(own)))
+        yield f"the cluster is {listed}, and __cluster_dims__ demands {demanded}"
+    if min(sizes) < 1 or math.prod(sizes) > _MOST_OF_CLUSTER:
+        yield f"a cluster of {listed} blocks is not one of 1 to {_MOST_OF_CLUSTER}"
+    elif any(count % size for count, size in zip(grid, sizes, strict=True)):
+        counts = ", ".join(map(str, grid))
+        yield f"a grid of {counts} blocks is not a whole number of clusters of {listed}"
+    number = program.target.removeprefix("sm_").rstrip("af")
+    if math.prod(sizes) > 1 and number.isdecimal() and int(number) < _FIRST_WITH_CLUSTERS:
+        yield f"{program.target} has no clusters of several blocks: they begin with sm_90"
+
+
+def check_blocks(
+    program: EncodedKernel, grid: Sequence[int], block: Sequence[int], cooperative: bool
+) -> None:
+    """Raises Failed with FW831 for a cooperative launch of more blocks than any GPU holds."""
+    threads, blocks = -(-math.prod(block) // 32) * 32, math.prod(grid)
+    most = _MOST_SMS * min(_BLOCKS_OF_SM, _THREADS_OF_SM // threads)
+    if cooperative and blocks > most:
+        text = f"{blocks} blocks of {math.prod(block)} threads cannot be resident at a time"
+        text += f" (at most {most}), and a cooperative launch demands it"
+        raise Failed(Diagnostic("FW831", f"{program.entry} cannot be launched: {text}"))
 
 
 def _grid(grid: Sequence[int]) -> Iterator[str]:

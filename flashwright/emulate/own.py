@@ -241,7 +241,15 @@ class EmulatedKernel:
         return f"<emulated kernel {self.signature}>"
 
     def __call__(
-        self, grid: Size, block: Size, *args: Any, shared: int = 0, schedule: str = "eager"
+        self,
+        grid: Size,
+        block: Size,
+        *args: Any,
+        shared: int = 0,
+        schedule: str = "eager",
+        cluster: Size | None = None,
+        cooperative: bool = False,
+        **how: Any,
     ) -> LaunchReport:
         """Launch it; what it writes is in the arrays afterwards.
 
@@ -250,7 +258,8 @@ class EmulatedKernel:
         pointer. Numbers are passed in the parameter's own size, structs as bytes. The functions of
         flashwright.emulate make other arguments: empty, address, pointers, struct,
         tiled_tensor_map. `shared` are the bytes of dynamic shared memory; `schedule` says when
-        asynchronous work is done: "eager", "lazy" or "random:SEED".
+        asynchronous work is done: "eager", "lazy" or "random:SEED". `cluster`, `cooperative` and
+        `how` are those of emulate.launch.
 
         Raises TypeError or ValueError for an argument that does not fit its parameter, Failed with
         FW831 for a launch that no GPU can do.
@@ -259,7 +268,10 @@ class EmulatedKernel:
         memory = self.memory if self.memory is not None else Memory()
         packed = pack(self.signature, self.parameters, args, memory)
         given = (memory.regions(packed.used), packed.parameters, sizes, threads, shared, schedule)
-        done = launch(self.program, *given, self.variables, self.machine, self.constants, self.heap)
+        together = None if cluster is None else _size("cluster", cluster)
+        more = {"cluster": together, "cooperative": cooperative, **how}
+        own = (self.variables, self.machine, self.constants, self.heap)
+        done = launch(self.program, *given, *own, **more)
         extents = memory.extents(packed.used)
         extents += [
             Extent(name, MODULE + placed.offset, placed.variable.size)

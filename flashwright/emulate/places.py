@@ -44,6 +44,8 @@ _VERBS = {
     "atom": "changes",
     "red": "changes",
 }
+# The first details of findings that have a meaning of their own (run.h).
+NOT_BEGUN, EXITED, NOBODY_WRITES, OTHER_BLOCK, NARROW_SCOPE = -1, -2, -2, -3, -4
 _TYPE = re.compile(r"\.[busf](8|16|32|64|128)$")
 _MOST_HEAP = 1 << 36
 _MOST_CALLS = 4
@@ -221,7 +223,7 @@ def _told(one: Finding, origin: Origin) -> str:
     other = f"{noun} at {locate(one.other, origin)}" if one.other else noun
     first, second = one.detail
     if one.kind == "deadlock":
-        return _waits(one)
+        return _waits(one, origin)
     if one.kind == "out_of_bounds" and (told := _no_memory(one, origin)):
         return told
     if one.kind in _BOXES and second and "bulk.tensor" in one.instruction.opcode:
@@ -235,6 +237,16 @@ def _told(one: Finding, origin: Origin) -> str:
     if one.kind == "proxy" and one.other and one.other.opcode.startswith("mbarrier.init"):
         barrier = f"the mbarrier at {one.address:#x} with no fence.mbarrier_init"
         return f"copies by {barrier} or fence.proxy.async since {other}"
+    if one.kind == "race" and first == NOT_BEGUN:
+        return f"{verb} {count}{where}, which may not have begun: there is no barrier.cluster"
+    if one.kind == "race" and first == EXITED and one.other:
+        return f"{verb} {count}{where}, which may have exited at {locate(one.other, origin)}"
+    if one.kind == "race" and first == OTHER_BLOCK:
+        return f"{verb} {where} with nothing that orders it and, in another block, {other}"
+    if one.kind == "race" and first == NARROW_SCOPE:
+        return f"{verb} {where} in a scope too small for it or for {other}, in another block"
+    if one.kind == "out_of_bounds" and one.instruction.opcode.startswith("mapa"):
+        return f"asks for rank {first} of its cluster, which has fewer blocks"
     if one.kind == "race" and one.other == one.instruction and first > 0:
         return f"{verb} {count}{where}, where lane {first} writes another value at the same time"
     return {
@@ -292,8 +304,11 @@ def _box(one: Finding, origin: Origin) -> str:
     return f"copies a box of {name} that begins at {start} along {along}, {_BOXES[one.kind]}"
 
 
-def _waits(one: Finding) -> str:
+def _waits(one: Finding, origin: Origin) -> str:
     arrivals, amount = one.detail
+    if arrivals == NOBODY_WRITES:
+        more = f"; {amount} clusters or blocks have not begun" if amount else ""
+        return f"waits for ever for a change of {_address(one, origin)}{more}"
     if arrivals < 0:
         return "does not come to an end: it was stopped after millions of instructions"
     own = "mbarrier" in one.instruction.opcode
@@ -337,6 +352,9 @@ def _address(one: Finding, origin: Origin) -> str:
         side = "behind the end of" if gap >= 0 else "before the beginning of"
         return f"byte {abs(gap)} {side} `{extent.name}`"
     shared = ".shared" in opcode or "matrix" in opcode
+    rank = one.address >> 24
+    if 0 < rank <= 16 and (shared or one.kind in ("race", "unwritten", "barrier")):
+        return f"shared address {one.address & 0xFFFFFF:#x} of rank {rank - 1} of its cluster"
     space = "shared" if shared else "local" if ".local" in opcode else "global"
     return f"{space} address {one.address:#x}"
 

@@ -82,13 +82,13 @@ def test_another_block_of_the_cluster_is_out_of_bounds() -> None:
 @pytest.mark.parametrize(
     ("directives", "words"),
     [
-        (".explicitcluster\n.reqnctapercluster 2, 1, 1", "its clusters have 2, 1, 1 blocks"),
-        (".reqnctapercluster 1, 4", "its clusters have 1, 4 blocks"),
+        (".explicitcluster\n.reqnctapercluster 2, 1, 1", "not a whole number of clusters of 2, 1"),
+        (".reqnctapercluster 1, 20", "a cluster of 1, 20, 1 blocks is not one of 1 to 16"),
         (".maxntid 128\n.explicitcluster", "demands a cluster size of its launch"),
         (".explicitcluster\n.reqnctapercluster 1, 1, 1", ""),
     ],
 )
-def test_clusters_of_several_blocks_are_refused(directives: str, words: str) -> None:
+def test_clusters_that_no_gpu_launches_are_refused(directives: str, words: str) -> None:
     out = np.zeros(32, np.uint32)
     if not words:
         assert not run(store("%r0"), out, directives=directives).findings

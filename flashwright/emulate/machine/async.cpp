@@ -11,6 +11,20 @@ void Machine::load(Block& block, std::function<void()> land) {
   else block.loads.push_back({std::move(land)});
 }
 
+Mbarrier* mbarrier_of(const Context& context, uint64_t address) {
+  Block* home = home_of(context, address);
+  if (home == nullptr) return nullptr;
+  auto found = home->mbarriers.find(static_cast<uint32_t>(address));
+  return found == home->mbarriers.end() ? nullptr : &found->second;
+}
+
+void land_bytes(Context& c, int lane, uint64_t address, uint32_t number, int64_t bytes) {
+  Mbarrier* barrier = mbarrier_of(c, address);
+  if (barrier == nullptr) return c.machine->find(c, kBarrier, lane, address);
+  barrier->outstanding.erase(number);
+  completed(c, lane, address, *barrier, bytes);
+}
+
 namespace {
 
 // --- TMA ------------------------------------------------------------------------------------------
@@ -42,7 +56,7 @@ struct Cut {
     bytes += size;
     Piece piece{shared, size, nullptr, {}};
     if (inside) {
-      piece.global = c.machine->global(c, who.lane, global, size, !load, 1);
+      piece.global = c.machine->global(c, who.lane, global, size, !load, 1, -1, load ? nullptr : &who);
       if (piece.global == nullptr) return;
     } else if (!load) {
       return;
@@ -86,10 +100,11 @@ struct Cut {
   }
 
   // Operands: whether there is a map, then map and coordinates, or an address and the slot of the size.
-  void all(const int32_t* o, uint32_t shared) {
+  void all(const int32_t* o, uint32_t shared, bool counted = true) {
     TensorMap map;
     if (o[0] == 0) run(address_of(c, o + 1, who.lane), shared, lanes<uint32_t>(c, o[4])[who.lane]);
     else if (read_map(c, o + 1, who.lane, map)) box(map, o + 4, shared);
+    if (!counted) return;
     Counts& counts = c.machine->counts[c.instruction];
     counts.bytes += bytes;
     counts.sectors += (bytes + 31) / 32;
@@ -97,32 +112,46 @@ struct Cut {
   }
 };
 
-// Operands: destination, mbarrier, then those of Cut::all.
-void load_bulk(Context& c, const int32_t* o, uint32_t mask) {
+// A load to the shared memory of one block, that of its mbarrier.
+void load_one(Context& c, const int32_t* o, int lane, uint32_t shared, uint32_t address, bool counted) {
   FullWarp& warp = full(c);
+  Mbarrier* barrier = mbarrier(c, lane, address);
+  if (barrier == nullptr) return;
+  const Access& made = barrier->made;
+  if (!barrier->fenced && made.time > Clock::at(warp.clock.fenced, made.agent)) {
+    c.machine->find(c, kProxy, lane, address, made.instruction);
+  }
+  uint32_t number = ++barrier->issued;
+  Cut cut{c, {&warp.clock, barrier->agent, number, warp.agent, lane, true}, true, {}, 0};
+  cut.all(o, shared, counted);
+  barrier->outstanding.insert(number);
+  c.machine->load(*c.block, [c, lane, address, number, bytes = cut.bytes, pieces = std::move(cut.pieces)]() mutable {
+    for (const Piece& piece : pieces) {
+      const uint8_t* from = piece.global == nullptr ? piece.fill : piece.global;
+      uint64_t to = piece.shared;
+      Block* home = home_of(c, to);
+      std::memcpy(home->shared.data() + to, from, piece.bytes);
+    }
+    land_bytes(c, lane, address, number, bytes);
+  });
+}
+
+// Operands: destination, mbarrier, the slot of the mask of blocks that get it or -1, then those of Cut::all.
+void load_bulk(Context& c, const int32_t* o, uint32_t mask) {
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     int lane = __builtin_ctz(rest);
     auto shared = static_cast<uint32_t>(address_of(c, o, lane) % kWindow);
     auto address = static_cast<uint32_t>(address_of(c, o + 3, lane) % kWindow);
-    Mbarrier* barrier = mbarrier(c, lane, address);
-    if (barrier == nullptr) continue;
-    const Access& made = barrier->made;
-    if (!barrier->fenced && made.time > Clock::at(warp.clock.fenced, made.agent)) {
-      c.machine->find(c, kProxy, lane, address, made.instruction);
+    if (o[6] < 0) {
+      load_one(c, o + 7, lane, shared, address, true);
+      continue;
     }
-    uint32_t number = ++barrier->issued;
-    Cut cut{c, {&warp.clock, barrier->agent, number, warp.number, lane, true}, true, {}, 0};
-    cut.all(o + 6, shared);
-    barrier->outstanding.insert(number);
-    c.machine->load(*c.block, [c, lane, address, number, bytes = cut.bytes, pieces = std::move(cut.pieces)]() mutable {
-      for (const Piece& piece : pieces) {
-        const uint8_t* from = piece.global == nullptr ? piece.fill : piece.global;
-        std::memcpy(c.block->shared.data() + piece.shared, from, piece.bytes);
-      }
-      Mbarrier& landed = c.block->mbarriers[address];
-      landed.outstanding.erase(number);
-      completed(c, lane, address, landed, bytes);
-    });
+    bool first = true;
+    for (uint32_t to = lanes<uint16_t>(c, o[6])[lane]; to != 0; to &= to - 1) {
+      int rank = __builtin_ctz(to);
+      auto place = [&](uint32_t x) { return static_cast<uint32_t>(at_rank(x, rank)); };
+      load_one(c, o + 7, lane, place(shared), place(address), std::exchange(first, false));
+    }
   }
 }
 
@@ -133,7 +162,7 @@ void store_bulk(Context& c, const int32_t* o, uint32_t mask) {
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     int lane = __builtin_ctz(rest);
     auto shared = static_cast<uint32_t>(address_of(c, o, lane) % kWindow);
-    Cut cut{c, {&warp.clock, warp.stores.agent, warp.stores.time, warp.number, lane, true}, false, {}, 0};
+    Cut cut{c, {&warp.clock, warp.stores.agent, warp.stores.time, warp.agent, lane, true}, false, {}, 0};
     cut.all(o + 3, shared);
     c.machine->begin(warp.stores, [&block, pieces = std::move(cut.pieces)] {
       for (const Piece& piece : pieces) std::memcpy(piece.global, block.shared.data() + piece.shared, piece.bytes);
@@ -177,9 +206,10 @@ void arrive_copied(Context& c, const int32_t* o, uint32_t mask) {
       Queue& copies = full(c).copies;
       for (Group& group : copies.closed) group.perform();
       copies.current.perform();
-      Mbarrier& barrier = c.block->mbarriers[address];
-      barrier.arriving.learn(copies.agent, time);
-      arrived(c, lane, address, barrier, 1);
+      Mbarrier* barrier = mbarrier_of(c, address);
+      if (barrier == nullptr) return;
+      barrier->arriving.learn(copies.agent, time);
+      arrived(c, lane, address, *barrier, 1);
     });
   }
   ++warp.copies.time;  // what it copies from here on is not waited for
@@ -204,7 +234,7 @@ struct Product {
 
 void read_chunks(Context& c, const std::vector<uint32_t>& chunks) {
   FullWarp& warp = full(c);
-  Accessor who{&warp.clock, warp.products.agent, warp.products.time, warp.number, -1, true};
+  Accessor who{&warp.clock, warp.products.agent, warp.products.time, warp.agent, -1, true};
   for (uint32_t address : chunks) c.machine->shared_async(c, who, address, 16, false);
   c.machine->counts[c.instruction].bytes += 16 * static_cast<int64_t>(chunks.size());
 }
@@ -285,7 +315,7 @@ void product_fence(Context& c, const int32_t*, uint32_t) { ++full(c).fences; }
 // Whoever waits for the others of its warpgroup looks again.
 void product_commit(Context& c, const int32_t*, uint32_t) {
   close(full(c).products);
-  ++c.block->events;
+  c.block->event();
   for (FullWarp& warp : c.block->warps) {
     if (warp.state == State::kProduct) warp.state = State::kReady;
   }

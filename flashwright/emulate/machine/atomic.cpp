@@ -81,22 +81,64 @@ void apply(Context& c, const int32_t* o, int32_t slot, int32_t result, int lane,
   T old;
   std::memcpy(&old, at, sizeof old);
   T now = changed<T>(o[1], o[2], old, value_of<T>(c, slot, lane), value_of<T>(c, o[3], lane), flushes);
+  if (std::memcmp(at, &now, sizeof now) != 0) ++c.machine->changes;
   std::memcpy(at, &now, sizeof now);
   if (result >= 0) std::memcpy(c.warp->registers + result + lane * sizeof old, &old, sizeof old);
 }
 
 // The bytes in shared memory; what is changed and not replaced has to be there.
 uint8_t* shared_place(Context& c, int lane, uint64_t address, int bytes, bool replaced) {
-  std::vector<uint8_t>& written = c.block->written;
-  bool there = address + bytes > written.size() || std::count(&written[address], &written[address] + bytes, 0) == 0;
-  if (!there && !replaced) c.machine->find(c, kUnwritten, lane, address);
+  uint64_t own = address;
+  if (Block* home = home_of(c, own); home != nullptr && own + bytes <= home->written.size()) {
+    const uint8_t* marks = home->written.data() + own;
+    bool there = std::count(marks, marks + bytes, 0) == 0;
+    if (!there && !replaced) c.machine->find(c, kUnwritten, lane, address);
+  }
   return c.machine->shared(c, lane, address, bytes, true, kStrong);
 }
 
-// Operands: whether in shared memory (2: generic), with 4 if it acquires and 8 if it releases, operation, type, slot of the
-// second operand or -1, address, how many numbers, which are neighbours in memory; their slots, those of the results or -1.
+void apply_any(Context& c, const int32_t* o, int32_t slot, int32_t result, int lane, uint8_t* at, bool shared) {
+  switch (o[2]) {
+    case kB64: case kU64: return apply<uint64_t>(c, o, slot, result, lane, at);
+    case kS64: return apply<int64_t>(c, o, slot, result, lane, at);
+    case kS32: return apply<int32_t>(c, o, slot, result, lane, at);
+    case kF32: return apply<float>(c, o, slot, result, lane, at, !shared && o[1] == kAdd);
+    case kB16: case kF16: case kBF16: return apply<uint16_t>(c, o, slot, result, lane, at);
+    case kF64: return apply<double>(c, o, slot, result, lane, at);
+    case kB128: return apply<Widest>(c, o, slot, result, lane, at);
+    default: apply<uint32_t>(c, o, slot, result, lane, at);
+  }
+}
+
+// A reduction in a block's shared memory, of which an mbarrier there is told. Operands: those of atomic for one number,
+// mbarrier. The sum is there at once: whoever does not wait for it may see it or not.
+void reduce_async(Context& c, const int32_t* o, uint32_t mask) {
+  FullWarp& warp = full(c);
+  int bytes = o[2] == kB64 || o[2] == kU64 || o[2] == kS64 ? 8 : 4;
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    int lane = __builtin_ctz(rest);
+    uint64_t to = address_of(c, o + 4, lane) % kWindow, address = address_of(c, o + 10, lane) % kWindow;
+    Mbarrier* barrier = mbarrier(c, lane, address);
+    if (barrier == nullptr) continue;
+    uint32_t number = ++barrier->issued;
+    Accessor who{&warp.clock, barrier->agent, number, warp.agent, lane, false, warp.met, kStrong};
+    if (to % bytes != 0) {
+      c.machine->find(c, kMisaligned, lane, to);
+    } else if (c.machine->shared_async(c, who, to, bytes, true)) {
+      Block* home = home_of(c, to);
+      apply_any(c, o, o[8], -1, lane, home->shared.data() + to, true);
+    }
+    barrier->outstanding.insert(number);
+    c.machine->load(*c.block, [c, lane, address, number, bytes]() mutable { land_bytes(c, lane, address, number, bytes); });
+  }
+  c.machine->counts[c.instruction].bytes += int64_t{bytes} * __builtin_popcount(mask);
+}
+
+// Operands: whether in shared memory (2: generic), with 4 if it acquires, 8 if it releases and 16 times its scope, operation,
+// type, slot of the second operand or -1, address, how many numbers, which are neighbours in memory; their slots, those of
+// the results or -1.
 void atomic(Context& c, const int32_t* o, uint32_t mask) {
-  int space = o[0] & 3;
+  int space = o[0] & 3, scope = o[0] >> 4;
   bool wide = o[2] == kB64 || o[2] == kU64 || o[2] == kS64 || o[2] == kF64;
   int each = o[2] == kB128 ? 16 : wide ? 8 : o[2] >= kB16 ? 2 : 4, count = o[7], bytes = each * count;
   const int32_t *slots = o + 8, *results = slots + count;
@@ -107,30 +149,19 @@ void atomic(Context& c, const int32_t* o, uint32_t mask) {
     uint8_t* at = nullptr;
     if (!shared) {
       if (o[1] != kExchange) c.machine->check_filled(c, lane, address, bytes);
-      at = c.machine->global(c, lane, address, bytes, true, 0, true);
+      at = c.machine->global(c, lane, address, bytes, true, 0, scope);
     } else {
       at = shared_place(c, lane, address % kWindow, bytes, o[1] == kExchange);
     }
     if (at == nullptr) continue;
     if (c.machine->hands_on) {
-      FullWarp& warp = full(c);
-      uint64_t flag = shared ? kSharedWindow + address % kWindow : address;
-      if (results[0] >= 0) c.block->read_flag(warp, flag, (o[0] & 4) != 0);
-      c.block->write_flag(warp, flag, (o[0] & 8) != 0, true);
+      uint64_t flag = shared ? kSharedWindow + shared_by_all(c, address) : address;
+      if (results[0] >= 0) read_flag(c, flag, scope, (o[0] & 4) != 0);
+      write_flag(c, flag, scope, (o[0] & 8) != 0, true);
     }
-    for (int n = 0; n < count; ++n, at += each) {
-      int32_t slot = slots[n], result = results[n];
-      switch (o[2]) {
-        case kB64: case kU64: apply<uint64_t>(c, o, slot, result, lane, at); break;
-        case kS64: apply<int64_t>(c, o, slot, result, lane, at); break;
-        case kS32: apply<int32_t>(c, o, slot, result, lane, at); break;
-        case kF32: apply<float>(c, o, slot, result, lane, at, !shared && o[1] == kAdd); break;
-        case kB16: case kF16: case kBF16: apply<uint16_t>(c, o, slot, result, lane, at); break;
-        case kF64: apply<double>(c, o, slot, result, lane, at); break;
-        case kB128: apply<Widest>(c, o, slot, result, lane, at); break;
-        default: apply<uint32_t>(c, o, slot, result, lane, at);
-      }
-    }
+    int64_t changes = c.machine->changes;
+    for (int n = 0; n < count; ++n, at += each) apply_any(c, o, slots[n], results[n], lane, at, shared);
+    if (results[0] >= 0) poll(c, address, changes != c.machine->changes);
   }
   c.machine->counts[c.instruction].bytes += int64_t{bytes} * __builtin_popcount(mask);
 }
@@ -160,6 +191,9 @@ void reduce(int32_t operation, int32_t type, uint8_t* to, const uint8_t* from, i
   }
 }
 
-void add_atomic(Table& table) { table["atom"] = table["red"] = atomic; }
+void add_atomic(Table& table) {
+  table["atom"] = table["red"] = atomic;
+  table["red.async"] = reduce_async;
+}
 
 }  // namespace fw

@@ -4,22 +4,30 @@
 namespace fw {
 
 Mbarrier* mbarrier(Context& context, int lane, uint64_t address) {
-  auto found = context.block->mbarriers.find(static_cast<uint32_t>(address % kWindow));
-  if (found == context.block->mbarriers.end()) {
-    context.machine->find(context, kBarrier, lane, address % kWindow);
+  address %= kWindow;
+  uint64_t own = address;
+  Block* home = home_of(context, own);
+  if (home != nullptr && home != context.block) check_visit(context, accessor(full(context), lane), *home, address);
+  auto found = home == nullptr ? context.block->mbarriers.end() : home->mbarriers.find(static_cast<uint32_t>(own));
+  if (home == nullptr || found == home->mbarriers.end()) {
+    context.machine->find(context, kBarrier, lane, address);
     return nullptr;
   }
-  const Access& made = found->second.made;
-  if (made.time > Clock::at(full(context).clock.known, made.agent)) {
-    context.machine->find(context, kRace, lane, address % kWindow, made.instruction);
+  const Mbarrier& barrier = found->second;
+  const Access& made = barrier.made;
+  // A relaxed barrier of the cluster hands on nothing but initialisations that were fenced.
+  bool shown = barrier.fenced && full(context).passed > barrier.generation;
+  if (!shown && made.time > Clock::at(full(context).clock.known, made.agent)) {
+    context.machine->find(context, kRace, lane, address, made.instruction);
   }
   return &found->second;
 }
 
 namespace {
 
-void settle(Block& block, Mbarrier& barrier) {
-  ++block.events;
+void settle(Mbarrier& barrier) {
+  Block& block = *barrier.home;
+  block.event();
   if (barrier.pending != 0 || barrier.bytes != 0) return;
   ++barrier.phase;
   barrier.pending = barrier.count;
@@ -41,7 +49,7 @@ void arrived(Context& c, int lane, uint64_t address, Mbarrier& barrier, int64_t 
     c.machine->find(c, kBarrier, lane, address, -1, barrier.count);
     barrier.pending = 0;
   }
-  settle(*c.block, barrier);
+  settle(barrier);
 }
 
 void completed(Context& c, int lane, uint64_t address, Mbarrier& barrier, int64_t bytes) {
@@ -51,7 +59,7 @@ void completed(Context& c, int lane, uint64_t address, Mbarrier& barrier, int64_
     c.machine->find(c, kTransaction, lane, address, -1, barrier.expected, barrier.completed);
     barrier.bytes = 0;
   }
-  settle(*c.block, barrier);
+  settle(barrier);
 }
 
 namespace {
@@ -61,11 +69,13 @@ void init(Context& c, const int32_t* o, uint32_t mask) {
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     int lane = __builtin_ctz(rest);
     uint64_t address = address_of(c, o, lane) % kWindow;
-    if (c.machine->shared(c, lane, address, 8, true) == nullptr) continue;
+    if (address >= kOwnShared) c.machine->find(c, kOutOfBounds, lane, address);
+    if (address >= kOwnShared || c.machine->shared(c, lane, address, 8, true) == nullptr) continue;
     Mbarrier& barrier = c.block->mbarriers[static_cast<uint32_t>(address)];
     barrier = {};
+    barrier.home = c.block;
     barrier.made = c.block->writes[address / 4];
-    barrier.agent = c.block->agents++;
+    barrier.agent = c.block->cluster->agents++;
     barrier.count = barrier.pending = lanes<uint32_t>(c, o[3])[lane];
   }
 }
@@ -111,7 +121,11 @@ void complete(Context& c, const int32_t* o, uint32_t mask) {
 
 // The asynchronous proxy sees the mbarriers that this warp has initialised.
 void fence_init(Context& c, const int32_t*, uint32_t) {
-  for (auto& [address, barrier] : c.block->mbarriers) barrier.fenced |= barrier.made.agent == c.warp->number;
+  for (auto& [address, barrier] : c.block->mbarriers) {
+    if (barrier.fenced || barrier.made.agent != full(c).agent) continue;
+    barrier.fenced = true;
+    barrier.generation = c.block->cluster->barrier.generation;
+  }
 }
 
 // Everything that this warp knows of is now seen by TMA and wgmma too.
@@ -120,15 +134,6 @@ void fence_proxy(Context& c, const int32_t*, uint32_t) {
   Clock known{{}, warp.clock.known};
   warp.clock.join(known);
   meet(warp);
-}
-
-// Clusters are of one block: another block's shared memory is one's own.
-template <class T>
-void map_address(Context& c, const int32_t* o, uint32_t mask) {
-  for_lanes(mask, [&](int lane) {
-    if (lanes<uint32_t>(c, o[2])[lane] != 0) c.machine->find(c, kOutOfBounds, lane, lanes<T>(c, o[1])[lane]);
-    lanes<T>(c, o[0])[lane] = lanes<T>(c, o[1])[lane];
-  });
 }
 
 // Operands: slot, bytes of it, by how many bits it is shifted.
@@ -153,8 +158,6 @@ void add_barrier(Table& table) {
   table["fence.mbarrier_init"] = fence_init;
   table["trap"] = trap;
   table["clock"] = clock;
-  table["mapa.shared::cluster.u32"] = map_address<uint32_t>;
-  table["mapa.shared::cluster.u64"] = table["mapa.u64"] = map_address<uint64_t>;
 }
 
 }  // namespace fw

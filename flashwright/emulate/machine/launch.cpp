@@ -1,4 +1,4 @@
-// A launch, as ctypes hands it over: decoded, and run block by block.
+// A launch, as ctypes hands it over: decoded, and run.
 #include <algorithm>
 #include <cfenv>
 
@@ -21,6 +21,7 @@ Table table() {
   add_builtin(all);
   add_words(all);
   add_fragments(all);
+  add_cluster(all);
   return all;
 }
 
@@ -52,6 +53,12 @@ struct fw_launch {
   int32_t parameter_bytes;
   int32_t grid[3];
   int32_t block[3];
+  int32_t cluster[3];
+  int32_t order;             // of clusters
+  int64_t resident;          // how many at a time
+  uint64_t order_seed;
+  uint64_t workspace;        // of a cooperative launch, or 0
+  int32_t global_races;      // whether they are looked for
   int32_t shared_bytes;
   int32_t local_bytes;
   int32_t schedule;
@@ -118,11 +125,13 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
     if (region.use == fw::kHeap) machine.heap.open(region);
     if (region.marks) std::copy_n(region.marks, machine.filled.back().size(), machine.filled.back().begin());
   }
+  machine.global_races = launch.global_races != 0;
   for (const fw::Region& region : machine.regions) {
-    if (reduces && !orders) {
-      bool visited = region.use != fw::kRead && region.use != fw::kHeap;
-      machine.visits.emplace_back(visited ? 2 * (region.size / 4 + 1) : 0);
-    }
+    bool written = region.use != fw::kRead && region.use != fw::kHeap;
+    if (reduces && !orders && !machine.global_races) machine.visits.emplace_back(written ? 2 * (region.size / 4 + 1) : 0);
+    bool changes = machine.global_races && written && region.use != fw::kUnset;
+    void* words = changes ? std::calloc(region.size / 4 + 1, sizeof(fw::GlobalWord)) : nullptr;
+    machine.words.emplace_back(static_cast<fw::GlobalWord*>(words));
   }
   machine.parameters.assign(launch.parameters, launch.parameters + launch.parameter_bytes);
   machine.schedule = static_cast<fw::Schedule>(launch.schedule);
@@ -133,17 +142,20 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
 
 // Special registers, in the order of encode.py's SPECIALS.
 uint32_t special(const fw_launch& launch, int kind, int number, int warp, int lane) {
-  const int32_t *size = launch.block, *grid = launch.grid;
+  const int32_t *size = launch.block, *grid = launch.grid, *cluster = launch.cluster;
   int t = warp * fw::kLanes + lane;
   const int32_t thread[3] = {t % size[0], t / size[0] % size[1], t / size[0] / size[1]};
   const int32_t place[3] = {number % grid[0], number / grid[0] % grid[1], number / grid[0] / grid[1]};
+  auto within = [&](int axis) { return static_cast<uint32_t>(place[axis] % cluster[axis]); };
   uint32_t bit = 1u << lane;
   if (kind < 3) return thread[kind];
   if (kind < 6) return size[kind - 3];
   if (kind < 9) return place[kind - 6];
   if (kind < 12) return grid[kind - 9];
-  if (kind >= 23 && kind < 26) return place[kind - 23];  // clusters are blocks
-  if (kind >= 26 && kind < 29) return grid[kind - 26];
+  if (kind >= 23 && kind < 26) return place[kind - 23] / cluster[kind - 23];
+  if (kind >= 26 && kind < 29) return grid[kind - 26] / cluster[kind - 26];
+  if (kind >= 29 && kind < 32) return within(kind - 29);
+  if (kind >= 32 && kind < 35) return cluster[kind - 32];
   switch (kind) {
     case 12: return lane;
     case 13: return warp;
@@ -156,15 +168,18 @@ uint32_t special(const fw_launch& launch, int kind, int number, int warp, int la
     case 20: return number % 132;
     case 21: return 132;
     case 22: return launch.shared_bytes;
-    case 32: case 33: case 34: case 36: return 1;  // sizes of the cluster
-    default: return 0;  // places in it
+    case 35: return within(0) + cluster[0] * (within(1) + cluster[1] * within(2));
+    case 36: return cluster[0] * cluster[1] * cluster[2];
+    case 37: return static_cast<uint32_t>(launch.workspace >> 32);
+    case 38: return static_cast<uint32_t>(launch.workspace);
+    default: return 0;
   }
 }
 
-void prepare(const fw_launch& launch, fw::Block& block, int number) {
+void prepare(const fw_launch& launch, fw::Block& block, int64_t number) {
   const int32_t* size = launch.block;
   int threads = size[0] * size[1] * size[2];
-  block.number = number;
+  block.number = static_cast<int>(number);
   block.shared.assign(launch.shared_bytes, 0xff);
   block.written.assign(launch.shared_bytes, 0);
   block.warps.resize((threads + fw::kLanes - 1) / fw::kLanes);
@@ -183,10 +198,26 @@ void prepare(const fw_launch& launch, fw::Block& block, int number) {
     for (int32_t n = 0; n < launch.special_count; ++n) {
       auto* values = reinterpret_cast<uint32_t*>(warp.registers + launch.specials[2 * n + 1]);
       for (int lane = 0; lane < fw::kLanes; ++lane) {
-        values[lane] = special(launch, launch.specials[2 * n], number, warp.number, lane);
+        values[lane] = special(launch, launch.specials[2 * n], block.number, warp.number, lane);
       }
     }
   }
+}
+
+// Clusters in the order of their numbers, blocks in that of their ranks.
+std::unique_ptr<fw::Cluster> make_cluster(const fw_launch& launch, int64_t number) {
+  const int32_t *grid = launch.grid, *size = launch.cluster;
+  auto cluster = std::make_unique<fw::Cluster>();
+  cluster->number = static_cast<int>(number);
+  int64_t across = grid[0] / size[0], down = grid[1] / size[1];
+  int64_t x = number % across * size[0], y = number / across % down * size[1], z = number / across / down * size[2];
+  for (int rank = 0; rank < size[0] * size[1] * size[2]; ++rank) {
+    int64_t at[3] = {x + rank % size[0], y + rank / size[0] % size[1], z + rank / size[0] / size[1]};
+    cluster->blocks.push_back(std::make_unique<fw::Block>());
+    prepare(launch, *cluster->blocks.back(), at[0] + grid[0] * (at[1] + grid[1] * at[2]));
+  }
+  cluster->start();
+  return cluster;
 }
 
 }  // namespace
@@ -209,12 +240,14 @@ extern "C" int32_t fw_run(const fw_launch* launch) {
   std::fenv_t before;  // whoever was loaded before may have left this thread rounding otherwise
   std::fegetenv(&before);
   std::fesetenv(FE_DFL_ENV);
-  int blocks = launch->grid[0] * launch->grid[1] * launch->grid[2];
-  for (int number = 0; number < blocks && !machine.stopped; ++number) {
-    fw::Block block;
-    prepare(*launch, block, number);
-    fw::run_block(machine, block);
-  }
+  fw::Grid grid;
+  grid.clusters = int64_t{launch->grid[0] / launch->cluster[0]} * (launch->grid[1] / launch->cluster[1]) *
+                  (launch->grid[2] / launch->cluster[2]);
+  grid.resident = std::max<int64_t>(launch->resident, 1);
+  grid.order = static_cast<fw::BlockOrder>(launch->order);
+  grid.seed = launch->order_seed;
+  grid.make = [&](int64_t number) { return make_cluster(*launch, number); };
+  fw::run_grid(machine, grid);
   for (size_t n = 0; n < machine.regions.size(); ++n) {
     if (machine.regions[n].marks) std::copy(machine.filled[n].begin(), machine.filled[n].end(), machine.regions[n].marks);
   }

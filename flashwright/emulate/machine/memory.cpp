@@ -20,7 +20,7 @@ void Machine::find(const Context& context, FindingKind kind, int lane, uint64_t 
 }
 
 uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes, bool write, int align,
-                         bool reduces) {
+                         int scope, const Accessor* who) {
   if (address % (align ? align : bytes) != 0) {
     find(context, kMisaligned, lane, address);
     return nullptr;
@@ -39,7 +39,10 @@ uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes
       if (write) std::fill_n(marks, bytes, 1);
       else if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
     }
-    if (!visits.empty() && region.use != kRead) visit(context, lane, n, offset, bytes, reduces);
+    if (!visits.empty() && region.use != kRead) visit(context, lane, n, offset, bytes, scope >= 0);
+    if (global_races && words[n] != nullptr) {
+      visit_words(context, who ? *who : accessor(full(context), lane), n, offset, bytes, write, scope);
+    }
     return region.data + offset;
   }
   find(context, kOutOfBounds, lane, address);
@@ -58,15 +61,18 @@ bool mark(Block& block, uint64_t address, int bytes, bool write) {
 }  // namespace
 
 bool Machine::shared_async(Context& context, Accessor who, uint64_t address, int bytes, bool write) {
-  Block& block = *context.block;
-  if (address + bytes > block.shared.size()) {
-    find(context, kOutOfBounds, who.lane, address);
+  const uint64_t given = address;
+  Block* home = home_of(context, address);
+  if (home == nullptr || address + bytes > home->shared.size()) {
+    find(context, kOutOfBounds, who.lane, given);
     return false;
   }
+  Block& block = *home;
+  if (home != context.block) check_visit(context, who, block, given);
   bool unfenced = false;
   int32_t other = block.touch(who, address, bytes, context.instruction, write, unfenced);
-  if (other >= 0) find(context, unfenced ? kProxy : kRace, who.lane, address, other);
-  if (!mark(block, address, bytes, write)) find(context, kUnwritten, who.lane, address);
+  if (other >= 0) find(context, unfenced ? kProxy : kRace, who.lane, given, other);
+  if (!mark(block, address, bytes, write)) find(context, kUnwritten, who.lane, given);
   return true;
 }
 
@@ -76,7 +82,8 @@ uint8_t* Machine::shared(Context& context, int lane, uint64_t address, int bytes
     return nullptr;
   }
   if (!shared_async(context, accessor(full(context), lane, strength), address, bytes, write)) return nullptr;
-  return context.block->shared.data() + address;
+  Block* home = home_of(context, address);
+  return home->shared.data() + address;
 }
 
 void Machine::check_filled(Context& context, int lane, uint64_t address, int bytes) {
@@ -104,7 +111,8 @@ void Machine::find_conflict(Context& context, const uint64_t* address, uint32_t 
 
 namespace {
 
-enum class Space { kGlobal, kShared, kGeneric, kParameter, kLocal };
+// kCluster is the shared memory of all blocks of the cluster.
+enum class Space { kGlobal, kShared, kCluster, kGeneric, kParameter, kLocal };
 
 // By which others may be told something; kOrdered is ld.acquire or st.release.
 enum class Order { kPlain, kVolatile, kRelaxed, kOrdered };
@@ -144,20 +152,24 @@ Space resolve(Space space, uint64_t& address) {
   uint64_t window = address / kWindow * kWindow;
   if (window == kSharedWindow || window == kLocalWindow || window == kParameterWindow) {
     address -= window;
-    return window == kSharedWindow ? Space::kShared : window == kLocalWindow ? Space::kLocal : Space::kParameter;
+    return window == kSharedWindow ? Space::kCluster : window == kLocalWindow ? Space::kLocal : Space::kParameter;
   }
   return Space::kGlobal;
 }
 
 template <Order kOrder>
-uint8_t* at(Context& c, Space space, int lane, uint64_t address, int bytes, bool write) {
+uint8_t* at(Context& c, Space space, int lane, uint64_t address, int bytes, bool write, int scope) {
   constexpr Strength kStrength =
       kOrder == Order::kPlain ? kWeak : kOrder == Order::kVolatile ? kVolatile : kStrong;
   switch (space) {
     case Space::kParameter: return parameter(c, lane, address, bytes);
     case Space::kLocal: return local(c, lane, address, bytes, write);
-    case Space::kShared: return c.machine->shared(c, lane, address, bytes, write, kStrength);
-    default: return c.machine->global(c, lane, address, bytes, write, 0, kOrder != Order::kPlain);
+    case Space::kShared:  // only its own: what mapa gives is not in this window
+      if (address < kOwnShared) return c.machine->shared(c, lane, address, bytes, write, kStrength);
+      c.machine->find(c, kOutOfBounds, lane, address);
+      return nullptr;
+    case Space::kCluster: return c.machine->shared(c, lane, address, bytes, write, kStrength);
+    default: return c.machine->global(c, lane, address, bytes, write, 0, scope);
   }
 }
 
@@ -165,17 +177,19 @@ uint8_t* at(Context& c, Space space, int lane, uint64_t address, int bytes, bool
 
 uint8_t* generic(Context& c, int lane, uint64_t address, int bytes, bool write) {
   Space space = resolve(Space::kGeneric, address);
-  return at<Order::kPlain>(c, space, lane, address, bytes, write);
+  return at<Order::kPlain>(c, space, lane, address, bytes, write, -1);
 }
 
 namespace {
 
 template <Order kOrder>
-void hand_on(Context& c, Space space, uint64_t address, bool write) {
+void hand_on(Context& c, Space space, uint64_t address, bool write, int scope) {
   if (kOrder == Order::kPlain || !c.machine->hands_on) return;
-  uint64_t flag = space == Space::kShared ? kSharedWindow + address : address;
-  if (write) c.block->write_flag(full(c), flag, kOrder == Order::kOrdered, false);
-  else c.block->read_flag(full(c), flag, kOrder == Order::kOrdered);
+  bool shared = space == Space::kShared || space == Space::kCluster;
+  uint64_t flag = shared ? kSharedWindow + shared_by_all(c, address) : address;
+  if (write) return write_flag(c, flag, scope, kOrder == Order::kOrdered, false);
+  poll(c, flag);
+  read_flag(c, flag, scope, kOrder == Order::kOrdered);
 }
 
 // --- what it costs --------------------------------------------------------------------------------
@@ -223,14 +237,14 @@ struct Traffic {
 void count(Context& c, Space space, const Traffic& traffic, int bytes) {
   Counts& counts = c.machine->counts[c.instruction];
   counts.bytes += int64_t{bytes} * traffic.count;
-  if (space == Space::kShared) traffic.shared(counts, bytes);
+  if (space == Space::kShared || space == Space::kCluster) traffic.shared(counts, bytes);
   if (space == Space::kGlobal) traffic.global(counts);
 }
 
 // --- loads and stores -----------------------------------------------------------------------------
 
 // Operands: bytes of an element, bytes of a register, whether it is signed, how many, the registers, the
-// slot of the address and its bytes, the offset. Numbers are themselves, not slots.
+// slot of the address and its bytes, the offset; then the scope, of an atomic access. Numbers are themselves, not slots.
 struct Moved {
   int bytes, width, is_signed, count;
   const int32_t* registers;
@@ -245,13 +259,14 @@ template <Space kSpace, Order kOrder, class Move>
 void access(Context& c, const Moved& a, uint32_t mask, bool write, Move move) {
   Traffic traffic;
   Space space = kSpace;
+  int scope = kOrder == Order::kPlain ? -1 : a.address[3];
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     int lane = __builtin_ctz(rest);
     uint64_t address = address_of(c, a.address, lane);
     space = resolve(kSpace, address);
     traffic.address[traffic.count++] = address;
-    move(lane, at<kOrder>(c, space, lane, address, a.bytes * a.count, write));
-    hand_on<kOrder>(c, space, address, write);
+    move(lane, at<kOrder>(c, space, lane, address, a.bytes * a.count, write, scope));
+    hand_on<kOrder>(c, space, address, write, scope);
   }
   count(c, space, traffic, a.bytes * a.count);
 }
@@ -272,6 +287,7 @@ void load(Context& c, const int32_t* o, uint32_t mask) {
 template <Space kSpace, Order kOrder = Order::kPlain>
 void store(Context& c, const int32_t* o, uint32_t mask) {
   Moved a(o);
+  if (kSpace != Space::kLocal) ++c.machine->changes;
   uint8_t value[kLanes][32];
   uint64_t address[kLanes];
   access<kSpace, kOrder>(c, a, mask, true, [&](int lane, uint8_t* to) {
@@ -364,7 +380,7 @@ void copy_async(Context& c, const int32_t* o, uint32_t mask) {
       uint8_t* data = c.machine->global(c, lane, from, piece.bytes, false);
       if (data != nullptr) std::memcpy(piece.fill, data, taken);
     }
-    Accessor who{&warp.clock, warp.copies.agent, warp.copies.time, warp.number, lane, false};
+    Accessor who{&warp.clock, warp.copies.agent, warp.copies.time, warp.agent, lane, false};
     if (piece.shared % piece.bytes != 0) {
       c.machine->find(c, kMisaligned, lane, piece.shared);
     } else if (c.machine->shared_async(c, who, piece.shared, piece.bytes, true)) {
@@ -388,8 +404,9 @@ void wait_all(Context& c, const int32_t*, uint32_t) {
 
 void nothing(Context&, const int32_t*, uint32_t) {}
 
-void fence_all(Context& c, const int32_t*, uint32_t) {
-  if (c.machine->hands_on) fence(full(c));
+// Operands: the scope.
+void fence_all(Context& c, const int32_t* o, uint32_t) {
+  if (c.machine->hands_on) fence(*c.machine, *c.block->cluster, full(c), o[0]);
 }
 
 void meet_lanes(Context& c, const int32_t*, uint32_t) { meet(full(c)); }
@@ -434,7 +451,7 @@ void finish(Block& block, FullWarp& warp, Queue& queue, size_t kept) {
   for (const Group& group : queue.closed) {
     for (auto [slot, by] : group.busy) warp.busy[slot / 8] = by + 1;
   }
-  ++block.events;
+  block.event();
 }
 
 namespace {
@@ -443,9 +460,11 @@ template <Order kOrder>
 void add_ordered(Table& table, const std::string& load_name, const std::string& store_name) {
   table["ld" + load_name + ".global"] = load<Space::kGlobal, kOrder>;
   table["ld" + load_name + ".shared"] = load<Space::kShared, kOrder>;
+  table["ld" + load_name + ".cluster"] = load<Space::kCluster, kOrder>;
   table["ld" + load_name] = load<Space::kGeneric, kOrder>;
   table["st" + store_name + ".global"] = store<Space::kGlobal, kOrder>;
   table["st" + store_name + ".shared"] = store<Space::kShared, kOrder>;
+  table["st" + store_name + ".cluster"] = store<Space::kCluster, kOrder>;
   table["st" + store_name] = store<Space::kGeneric, kOrder>;
 }
 
@@ -455,10 +474,12 @@ void add_memory(Table& table) {
   table["ld.param"] = load<Space::kParameter>;
   table["ld.global"] = table["ld.const"] = load<Space::kGlobal>;
   table["ld.shared"] = load<Space::kShared>;
+  table["ld.cluster"] = load<Space::kCluster>;
   table["ld.local"] = load<Space::kLocal>;
   table["ld"] = load<Space::kGeneric>;
   table["st.global"] = store<Space::kGlobal>;
   table["st.shared"] = store<Space::kShared>;
+  table["st.cluster"] = store<Space::kCluster>;
   table["st.local"] = store<Space::kLocal>;
   table["st"] = store<Space::kGeneric>;
   table["ldmatrix"] = load_matrix;

@@ -5,6 +5,8 @@
 
 namespace fw {
 
+constexpr size_t kFlags = 256;  // a warp that reads more of them in turn does not wait for one
+
 void Clock::learn(int agent, uint32_t time) {
   if (agent >= static_cast<int>(known.size())) known.resize(agent + 1);
   known[agent] = std::max(known[agent], time);
@@ -17,19 +19,31 @@ void Clock::join(const Clock& other) {
     if (mine.size() < theirs.size()) mine.resize(theirs.size());
     for (size_t n = 0; n < theirs.size(); ++n) mine[n] = std::max(mine[n], theirs[n]);
   }
+  fw::join(others, other.others);
+}
+
+void Cluster::start() {
+  for (auto& block : blocks) warps += static_cast<int>(block->warps.size());
+  agents = 4 * warps;
+  for (size_t rank = 0; rank < blocks.size(); ++rank) {
+    blocks[rank]->rank = static_cast<int>(rank);
+    blocks[rank]->cluster = this;
+    blocks[rank]->start();
+  }
 }
 
 void Block::start() {
-  int count = static_cast<int>(warps.size());
-  writes.assign(shared.size() / 4 + 1, {});
-  reads.assign(writes.size() * count, {});
-  agents = 4 * count;
+  int count = static_cast<int>(warps.size()), all = cluster->warps;
+  words = shared.size() / 4 + 1;
+  writes.assign(words);
+  reads.assign(words * count);
   for (FullWarp& warp : warps) {
-    warp.clock.known.assign(agents, 0);
-    warp.clock.known[warp.number] = 1;
-    warp.copies.agent = count + warp.number;
-    warp.products.agent = 2 * count + warp.number / 4;  // four warps multiply together
-    warp.stores.agent = 3 * count + warp.number;
+    warp.agent = rank * count + warp.number;
+    warp.clock.known.assign(cluster->agents, 0);
+    warp.clock.known[warp.agent] = 1;
+    warp.copies.agent = all + warp.agent;
+    warp.products.agent = 2 * all + rank * count + warp.number / 4;  // four warps multiply together
+    warp.stores.agent = 3 * all + warp.agent;
   }
 }
 
@@ -53,76 +67,74 @@ void note(Access& access, const Accessor& who, int32_t instruction, uint8_t byte
   access.instruction = instruction;
 }
 
+Access& access_of(std::vector<Visitor>& visitors, int warp) {
+  auto found = std::find_if(visitors.begin(), visitors.end(), [&](auto& one) { return one.warp == warp; });
+  if (found != visitors.end()) return found->access;
+  visitors.push_back({{}, warp});
+  return visitors.back().access;
+}
+
 }  // namespace
 
 int32_t Block::touch(const Accessor& who, uint64_t address, int bytes, int32_t instruction, bool write,
                      bool& unfenced) {
   int32_t other = -1;
-  int count = static_cast<int>(warps.size());
-  if (write && who.strength != kWeak && atomics.empty()) atomics.resize(reads.size());
+  int count = static_cast<int>(warps.size()), own = who.warp - rank * count;
+  bool remote = !is_own(who.warp);
+  if (write && who.strength != kWeak && !remote && atomics.empty()) atomics.assign(words * count);
   for (uint64_t n = address / 4; n <= (address + bytes - 1) / 4; ++n) {
     uint64_t first = std::max(address, 4 * n) - 4 * n, end = std::min(address + bytes, 4 * n + 4) - 4 * n;
     auto mask = static_cast<uint8_t>((1u << end) - (1u << first));
     auto check_write = [&](const Access& last) {
       if (collides(last, who, instruction, mask)) {
         other = last.instruction;
-      } else if (who.async && last.time != 0 && last.agent < 2 * count && (last.bytes & mask) != 0 &&
+      } else if (who.async && last.time != 0 && last.agent < 2 * cluster->warps && (last.bytes & mask) != 0 &&
                  last.time > Clock::at(who.clock->fenced, last.agent)) {
         other = last.instruction;  // written by a store or by cp.async
         unfenced = true;
       }
     };
     check_write(writes[n]);
-    for (int w = 0; !atomics.empty() && w < count; ++w) {
-      const Access& last = atomics[n * count + w];
-      bool lanes = who.strength == kVolatile && w == who.warp && (last.bytes & kVolatileBit) != 0;
+    auto check_atomic = [&](const Access& last, bool same) {
+      bool lanes = who.strength == kVolatile && same && (last.bytes & kVolatileBit) != 0;
       if (who.strength == kWeak || lanes) check_write(last);
+    };
+    for (int w = 0; !atomics.empty() && w < count; ++w) check_atomic(atomics[n * count + w], w == own);
+    if (!remote_atomics.empty()) {
+      for (const Visitor& one : remote_atomics[n]) check_atomic(one.access, one.warp == who.warp);
     }
-    Access* readers = &reads[n * count];
     if (!write) {
-      note(readers[who.warp], who, instruction, who.strength == kWeak ? mask : mask | kStrongBit);
+      Access& read = remote ? access_of(remote_reads[n], who.warp) : reads[n * count + own];
+      note(read, who, instruction, who.strength == kWeak ? mask : mask | kStrongBit);
       continue;
     }
-    for (int r = 0; r < count; ++r) {
-      if (who.strength != kWeak && (readers[r].bytes & kStrongBit) != 0) continue;
-      if (collides(readers[r], who, instruction, mask)) other = readers[r].instruction, unfenced = false;
+    auto check_read = [&](const Access& last) {
+      if (who.strength != kWeak && (last.bytes & kStrongBit) != 0) return;
+      if (collides(last, who, instruction, mask)) other = last.instruction, unfenced = false;
+    };
+    Access* readers = &reads[n * count];
+    for (int r = 0; r < count; ++r) check_read(readers[r]);
+    if (!remote_reads.empty()) {
+      for (const Visitor& one : remote_reads[n]) check_read(one.access);
     }
-    if (who.strength == kWeak) note(writes[n], who, instruction, mask);
-    else note(atomics[n * count + who.warp], who, instruction, who.strength == kStrong ? mask : mask | kVolatileBit);
+    if (who.strength == kWeak) {
+      note(writes[n], who, instruction, mask);
+      continue;
+    }
+    Access& changed = remote ? access_of(remote_atomics[n], who.warp) : atomics[n * count + own];
+    note(changed, who, instruction, who.strength == kStrong ? mask : mask | kVolatileBit);
   }
   return other;
 }
 
-namespace {
-
-void learn(FullWarp& warp, const Clock& told) {
-  // What a lane of this warp has released, another one of it may be told.
-  warp.met = std::max(warp.met, Clock::at(told.known, warp.number) + 1);
-  warp.clock.join(told);
-}
-
-}  // namespace
-
-void fence(FullWarp& warp) {
-  learn(warp, warp.seen);
-  warp.seen = {};
-  warp.fence = warp.clock;
-  ++warp.clock.known[warp.number];
-}
-
-void Block::read_flag(FullWarp& warp, uint64_t address, bool acquires) {
+void poll(Context& context, uint64_t address, bool changes) {
+  FullWarp& warp = full(context);
   ++warp.polls;
-  auto found = released.find(address);
-  if (found == released.end()) return;
-  if (acquires) learn(warp, found->second);
-  else warp.seen.join(found->second);
-}
-
-void Block::write_flag(FullWarp& warp, uint64_t address, bool releases, bool changes) {
-  const Clock& told = releases ? warp.clock : warp.fence;
-  if (!changes) released.erase(address);
-  if (!told.known.empty()) released[address].join(told);
-  if (releases) ++warp.clock.known[warp.number];
+  if (changes) return;
+  warp.polled_by = context.instruction;
+  if (std::exchange(warp.polled_at, address) == address) return;
+  if (warp.polled_before.insert(address).second) warp.idle = false;
+  if (warp.polled_before.size() > kFlags) warp.polled_before.clear();
 }
 
 void Machine::visit(Context& context, int lane, size_t region, uint64_t offset, int bytes, bool reduces) {

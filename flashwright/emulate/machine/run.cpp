@@ -1,4 +1,4 @@
-// Blocks one after the other; in a block the warps in turn, each until it has to wait.
+// A cluster of blocks: in each block the warps in turn, each until it has to wait.
 #include "run.h"
 
 #include <algorithm>
@@ -9,6 +9,7 @@ namespace {
 constexpr int64_t kPatience = int64_t{1} << 24;  // instructions of one warp: whoever needs more does not end
 constexpr int64_t kTurn = int64_t{1} << 18;      // of one warp, before others go on
 enum Reduction : int32_t { kNone, kNumber, kEvery, kAny };  // in the order of encode.py's REDUCTIONS
+constexpr int64_t kFineTurn = 64;                // the same where the order is random
 constexpr int kPolls = 32;                       // atomic loads of one warp, before others go on
 
 // Put lanes at a place, together with those that are there already.
@@ -44,7 +45,7 @@ void rotate(FullWarp& warp, uint32_t polled) {
 struct Runner {
   Machine& machine;
   Block& block;
-  bool polling = false;  // whether each warp that went on has only polled
+  bool polling = true;  // whether each warp that went on has only polled
 
   // --- a warp -------------------------------------------------------------------------------------
 
@@ -52,8 +53,9 @@ struct Runner {
   void run(FullWarp& warp, int64_t steps) {
     Context context{&machine, &block, &warp, 0, 0};
     warp.polled = false;
+    warp.idle = true;
     while (!machine.stopped && steps > 0) {
-      if (warp.fragments.empty()) return leave(warp);
+      if (warp.fragments.empty()) return leave(warp, context.instruction);
       auto picked = pick(context);
       if (picked == warp.fragments.end()) {
         warp.state = State::kMbarrier;
@@ -92,6 +94,7 @@ struct Runner {
       }
       place(warp, now);
     }
+    if (machine.fine) warp.polled = std::exchange(warp.polls, 0) > 0;
   }
 
   static uint32_t executing(Context& c, const Code& code, uint32_t mask) {
@@ -159,13 +162,20 @@ struct Runner {
   }
 
   // Barriers without a count wait for the threads that are still there.
-  void leave(FullWarp& warp) {
+  void leave(FullWarp& warp, int32_t instruction) {
     warp.state = State::kDone;
-    ++block.events;
-    for (int number = 0; number < static_cast<int>(block.barriers.size()); ++number) {
-      const Barrier& barrier = block.barriers[number];
+    block.event();
+    for (int number = 0; number <= kClusterBarrier; ++number) {
+      const Barrier& barrier = at(number);
       if (barrier.arrived > 0 && barrier.arrived >= wanted(number)) complete(number);
     }
+    if (!is_done(block)) return;
+    block.exit = instruction;
+    check_exit(machine, block);
+  }
+
+  static bool is_done(const Block& block) {
+    return std::all_of(block.warps.begin(), block.warps.end(), [](auto& w) { return w.state == State::kDone; });
   }
 
   // What is the same for every instruction.
@@ -221,7 +231,7 @@ struct Runner {
       case kMbarrierWait: return wait_mbarrier(c, o, mask);
       case kClusterWait: return wait_cluster(c);
       case kProductWait: return wait_products(c, o[0]);
-      case kClusterArrive: return arrive(c, 16, 0, false);
+      case kClusterArrive: return arrive(c, kClusterBarrier, 0, false, o[0] == 0);
       default: break;
     }
     // The number and the count are constants, or, below 0, the complement of a slot.
@@ -235,6 +245,20 @@ struct Runner {
   }
 
   // --- barriers -----------------------------------------------------------------------------------
+
+  Barrier& at(int number) const {
+    return number == kClusterBarrier ? block.cluster->barrier : block.barriers[number];
+  }
+
+  // All warps that may come to a barrier.
+  template <class F>
+  void for_warps(int number, F&& body) const {
+    auto own = [&](Block& one) {
+      for (FullWarp& warp : one.warps) body(warp);
+    };
+    if (number != kClusterBarrier) return own(block);
+    for (auto& one : block.cluster->blocks) own(*one);
+  }
 
   // Operands: number, count, which reduction, slot of the result, slot of the predicate.
   void vote(Context& c, int number, const int32_t* o, uint32_t mask) {
@@ -260,24 +284,26 @@ struct Runner {
 
   // The arrivals that a barrier waits for.
   int wanted(int number) const {
-    const Barrier& barrier = block.barriers[number];
+    const Barrier& barrier = at(number);
     if (barrier.wanted != 0) return barrier.wanted;
-    auto counts = [&](const FullWarp& warp) {
-      return warp.state != State::kDone || warp.arrived[number] == barrier.generation + 1;
-    };
-    return static_cast<int>(std::count_if(block.warps.begin(), block.warps.end(), counts)) * kLanes;
+    int warps = 0;
+    for_warps(number, [&](const FullWarp& warp) {
+      warps += warp.state != State::kDone || warp.arrived[number] == barrier.generation + 1;
+    });
+    return warps * kLanes;
   }
 
-  // `count`: of threads that are to arrive, or 0 for all.
-  bool arrive(Context& c, int number, int count, bool waits) {
+  // `count`: of threads that are to arrive, or 0 for all. `hands_on`: what they have done before.
+  bool arrive(Context& c, int number, int count, bool waits, bool hands_on = true) {
     FullWarp& warp = full(c);
-    Barrier& barrier = block.barriers[number];
+    Barrier& barrier = at(number);
     barrier.wanted = count;
     barrier.arrived += kLanes;
     warp.arrived[number] = barrier.generation + 1;
-    barrier.clock.join(warp.clock);
-    warp.cluster = barrier.generation;
-    ++block.events;
+    if (hands_on) barrier.clock.join(warp.clock);
+    for (int n = 0; machine.global_races && n < 3; ++n) barrier.fenced[n].join(warp.fence[n]);
+    if (number == kClusterBarrier) warp.cluster = barrier.generation;
+    block.event();
     if (waits) {
       warp.state = State::kBarrier;
       warp.barrier = number;
@@ -292,38 +318,41 @@ struct Runner {
   }
 
   void complete(int number) {
-    Barrier& barrier = block.barriers[number];
+    Barrier& barrier = at(number);
     barrier.arrived = 0;
     ++barrier.generation;
-    barrier.done = barrier.clock;
-    barrier.clock = {};
-    for (FullWarp& other : block.warps) {
+    barrier.done = std::exchange(barrier.clock, {});
+    barrier.fenced_done = std::exchange(barrier.fenced, {});
+    for_warps(number, [&](FullWarp& other) {
       bool here = other.state == State::kBarrier || other.state == State::kCluster;
-      if (here && other.barrier == static_cast<uint64_t>(number)) {
-        other.state = State::kReady;
-        answer(other, barrier);
-        pass(other, barrier.done);
-      }
-    }
+      if (!here || other.barrier != static_cast<uint64_t>(number)) return;
+      if (other.state == State::kCluster) other.passed = barrier.generation;
+      other.state = State::kReady;
+      answer(other, barrier);
+      pass(other, barrier, number);
+    });
     barrier.yes = barrier.no = 0;
   }
 
-  // Behind a barrier a warp knows what all who came there knew, and its own time moves on. A barrier is a fence too.
-  void pass(FullWarp& warp, const Clock& known) const {
-    warp.clock.join(known);
-    if (machine.hands_on) fence(warp);
+  // Behind a barrier a warp knows what all who came there knew, and its own time moves on. A barrier is a fence too, for
+  // those that it is for. What one of them has fenced for others stays fenced behind it.
+  void pass(FullWarp& warp, const Barrier& barrier, int number) const {
+    warp.clock.join(barrier.done);
+    for (int n = 0; machine.global_races && n < 3; ++n) warp.fence[n].join(barrier.fenced_done[n]);
+    if (machine.hands_on) fence(machine, *block.cluster, warp, number == kClusterBarrier ? kInCluster : kInBlock);
     meet(warp);
   }
 
   bool wait_cluster(Context& c) {
     FullWarp& warp = full(c);
-    Barrier& barrier = block.barriers[16];
+    Barrier& barrier = at(kClusterBarrier);
     if (barrier.generation != warp.cluster) {
-      pass(warp, barrier.done);
+      warp.passed = barrier.generation;
+      pass(warp, barrier, kClusterBarrier);
       return false;
     }
     warp.state = State::kCluster;
-    warp.barrier = 16;
+    warp.barrier = kClusterBarrier;
     return true;
   }
 
@@ -378,23 +407,8 @@ struct Runner {
 
   // --- a block ------------------------------------------------------------------------------------
 
-  void all() {
-    block.start();
-    int64_t stuck = -1;
-    int tries = 0;
-    while (!machine.stopped) {
-      if (turn()) {
-        if (polling) land();
-        continue;
-      }
-      if (std::all_of(block.warps.begin(), block.warps.end(), [](auto& w) { return w.state == State::kDone; })) break;
-      if (land()) continue;
-      if (block.events != stuck) stuck = block.events, tries = 0;
-      if (++tries > 4 || !(tries == 1 ? split() : give_up())) {
-        tell_deadlock();
-        break;
-      }
-    }
+  // What is under way when all threads have exited.
+  void end() {
     while (land()) {}
     for (FullWarp& warp : block.warps) {
       for (Queue* queue : {&warp.copies, &warp.products, &warp.stores}) {
@@ -407,11 +421,11 @@ struct Runner {
   // Every warp that can goes on; whether any could.
   bool turn() {
     bool going = false;
-    polling = true;
+    int64_t changes = machine.changes;
     int count = static_cast<int>(block.warps.size());
     for (int n = 0; n < count; ++n) {
       int pick = machine.schedule == kLazy ? count - 1 - n : n;
-      int64_t steps = kTurn;
+      int64_t steps = machine.fine ? kFineTurn : kTurn;
       if (machine.schedule == kRandom) {
         pick = static_cast<int>(machine.random() % count);
         steps = 1 + static_cast<int64_t>(machine.random() % 400);
@@ -421,8 +435,10 @@ struct Runner {
       if (warp.state != State::kReady) continue;
       run(warp, steps);
       going = true;
-      polling &= warp.polled;
+      if (!warp.polled) warp.polled_before.clear();
+      polling &= warp.polled && warp.idle;
     }
+    polling &= changes == machine.changes;
     if (going || machine.schedule != kRandom) return going;
     return std::any_of(block.warps.begin(), block.warps.end(), [](auto& w) { return w.state == State::kReady; });
   }
@@ -475,7 +491,7 @@ struct Runner {
         arrivals = found->second.pending;
         bytes = found->second.bytes;
       } else if (!again) {
-        const Barrier& barrier = block.barriers[warp.barrier];
+        const Barrier& barrier = this->at(static_cast<int>(warp.barrier));
         arrivals = wanted(static_cast<int>(warp.barrier)) - barrier.arrived;
       }
       machine.find(c, kDeadlock, -1, warp.barrier, -1, arrivals, bytes);
@@ -485,6 +501,31 @@ struct Runner {
 
 }  // namespace
 
-void run_block(Machine& machine, Block& block) { Runner{machine, block}.all(); }
+// Every warp of the cluster that can goes on.
+Step step(Machine& machine, Cluster& cluster) {
+  std::vector<Runner> runners;
+  for (auto& block : cluster.blocks) runners.push_back({machine, *block});
+  auto any = [&](auto&& does) {
+    bool some = false;
+    for (Runner& runner : runners) some |= does(runner);
+    return some;
+  };
+  auto land = [&] { return any([](Runner& one) { return one.land(); }); };
+  if (any([](Runner& one) { return one.turn(); })) {
+    if (any([](Runner& one) { return !one.polling; })) return Step::kGoing;
+    return land() ? Step::kGoing : Step::kPolling;
+  }
+  bool done = machine.stopped || !any([](Runner& one) { return !Runner::is_done(one.block); });
+  if (!done) {
+    if (land()) return Step::kGoing;
+    if (cluster.events != cluster.stuck) cluster.stuck = cluster.events, cluster.tries = 0;
+    bool first = ++cluster.tries == 1;
+    auto retry = [&](Runner& one) { return first ? one.split() : one.give_up(); };
+    if (cluster.tries <= 4 && any(retry)) return Step::kGoing;
+    for (Runner& runner : runners) runner.tell_deadlock();
+  }
+  for (Runner& runner : runners) runner.end();
+  return Step::kDone;
+}
 
 }  // namespace fw

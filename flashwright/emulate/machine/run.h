@@ -2,12 +2,15 @@
 #pragma once
 
 #include <array>
+#include <cstdlib>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
+#include <new>
 #include <random>
 #include <set>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -37,12 +40,18 @@ enum FindingKind : int32_t {
   kRegister, kFence, kBarrier, kTrap,
 };
 
+// In the first detail of a finding: of an access to another block's shared memory, and of a wait that never ends.
+enum Detail : int64_t { kNotBegun = -1, kExited = -2, kNobodyWrites = -2, kOtherBlock = -3, kNarrowScope = -4 };
+
 struct Finding {
   int32_t kind, instruction, block, warp, lane, other;
   uint64_t address;
   int64_t detail[2];
   int32_t callers[4];  // the calls that the lane is in, the innermost first; -1: no more
 };
+
+// In which order the clusters of a grid begin, and which of those that have begun goes on.
+enum BlockOrder : int32_t { kInOrder, kReversed, kShuffled, kTogether };
 
 struct Counts {
   int64_t executed = 0, lanes = 0, bytes = 0, wavefronts = 0, ideal = 0, sectors = 0, requests = 0, waits = 0;
@@ -75,9 +84,16 @@ struct Heap {
 // that run on without it, the matrix products of each warpgroup; and each mbarrier, for what completes on it.
 // A clock says up to which time of each agent everything is known to have happened. Clocks are joined where
 // warps meet. An access that its agent does not know of may as well happen at the same time as its own.
+
+// What is known of other clusters, where that is asked: by their numbers. It is not changed, and many share it.
+using Others = std::map<int32_t, std::shared_ptr<const std::vector<uint32_t>>>;
+using KnownOthers = std::shared_ptr<const Others>;
+void join(KnownOthers& mine, const KnownOthers& theirs);
+
 struct Clock {
   std::vector<uint32_t> known;   // by agent
   std::vector<uint32_t> fenced;  // the same for the eyes of TMA and wgmma: known at a proxy fence
+  KnownOthers others;
 
   static uint32_t at(const std::vector<uint32_t>& times, int agent) {
     return agent < static_cast<int>(times.size()) ? times[agent] : 0;
@@ -100,12 +116,15 @@ constexpr uint8_t kVolatileBit = 0x10, kStrongBit = 0x20;
 // do not order the lanes of a warp.
 enum Strength : int32_t { kWeak, kVolatile, kStrong };
 
+// How far a fence or an atomic access reaches.
+enum Scope : int32_t { kInBlock, kInCluster, kInGrid };
+
 // Who accesses, as what.
 struct Accessor {
   const Clock* clock;
   int agent;
   uint32_t time;
-  int warp;
+  int warp;  // its agent
   int lane;  // -1 for what is not done by one lane
   bool async;  // through the asynchronous proxy
   uint32_t met = 0;  // the time since when the lanes of the warp have not met
@@ -172,6 +191,7 @@ struct Wrote {
 };
 
 struct FullWarp : Warp {
+  int agent = 0;  // its number within the cluster
   std::vector<uint8_t> file;
   std::vector<uint8_t> local;       // each lane's own memory
   std::vector<uint8_t> local_written;  // which bytes of it were written
@@ -183,12 +203,18 @@ struct FullWarp : Warp {
   uint32_t asked = 0;               // the lanes that get the result
   bool give_up = false;             // its next try to wait is in vain
   uint32_t cluster = 0;             // the generation of the cluster's barrier that it waits for
+  uint32_t passed = 0;              // how many of these have been completed before it went on
   std::array<uint32_t, 17> arrived{};  // at each barrier: 1 + the generation in which it came there last
   Clock clock;
-  Clock fence;                      // what it knew at its last fence: what a relaxed store tells those who read it
-  Clock seen;                       // what it has read by relaxed loads: known from the next fence on
+  // By scope: what it knew at its last fence, which a relaxed store tells those who read it; and what it has read by
+  // relaxed loads, which is known from the next fence on.
+  std::array<Clock, 3> fence, seen;
   int polls = 0;                    // atomic loads and changes since it had its turn
   bool polled = false;              // whether these ended its turn
+  bool idle = false;                // and all of them read where it has read before
+  uint64_t polled_at = 0;           // where it has read last
+  int32_t polled_by = -1;           // the instruction that read there
+  std::set<uint64_t> polled_before; // where it has read since it last did something else
   int leader = -1;                  // the lane whose fragment goes on first, or -1: the one that is furthest behind
   uint32_t met = 1;                 // its time when its lanes last met
   Queue copies, products, stores;
@@ -204,11 +230,14 @@ struct Barrier {
   int yes = 0, no = 0;          // predicates of those that have arrived
   uint32_t generation = 0;
   Clock clock, done;
+  std::array<Clock, 3> fenced, fenced_done;  // by scope: what those who have come there knew at their last fences
 };
 
 struct Mbarrier {
+  Block* home = nullptr;
   Access made;  // by its initialisation
   bool fenced = false;  // whether the warp that initialised it has executed fence.mbarrier_init since
+  uint32_t generation = 0;  // of the cluster's barrier, when it was fenced
   int agent = 0;
   int64_t count = 0, pending = 0, bytes = 0;
   int64_t expected = 0, completed = 0;  // bytes of this phase
@@ -218,36 +247,121 @@ struct Mbarrier {
   Clock arriving, done;
 };
 
+// Accesses that have not happened, by word: the system hands out zeros page by page, and most pages are never touched.
+struct Free {
+  void operator()(void* one) const { std::free(one); }
+};
+
+class Accesses {
+ public:
+  void assign(size_t count) {
+    all.reset(static_cast<Access*>(std::calloc(count + 1, sizeof(Access))));
+    if (all == nullptr) throw std::bad_alloc();
+  }
+  bool empty() const { return all == nullptr; }
+  Access& operator[](size_t n) { return all.get()[n]; }
+
+ private:
+  std::unique_ptr<Access, Free> all;
+};
+
+struct Cluster;
+
+// An access from another block of the cluster.
+struct Visitor {
+  Access access;
+  int warp = 0;  // its agent
+};
+
+// Its last access to a block of the cluster.
+struct LastVisit {
+  Access access;
+  const Block* block = nullptr;
+  int warp = 0;  // its number
+  uint64_t address = 0;
+};
+
+constexpr int kClusterBarrier = 16;  // behind those of the block
+
 struct Block {
   int number = 0;
+  int rank = 0;  // within its cluster
+  Cluster* cluster = nullptr;
   std::vector<uint8_t> shared;
   std::vector<uint8_t> written;  // which bytes of it anybody has written
   std::vector<FullWarp> warps;
-  std::array<Barrier, 17> barriers;  // the last one is the cluster's
+  std::array<Barrier, kClusterBarrier> barriers;
   std::map<uint32_t, Mbarrier> mbarriers;
   std::vector<Load> loads;
-  std::map<uint64_t, Clock> released;  // by address: what those who read there learn (read_flag)
-  std::vector<Access> writes;  // of each word of shared memory the last one
-  std::vector<Access> reads;   // and of each word by each warp
-  std::vector<Access> atomics;  // strong writes of each word by each warp; empty until there are any
-  int agents = 0;
-  int64_t events = 0;  // what somebody may have waited for
+  size_t words = 0;
+  Accesses writes;  // of each word of shared memory the last one
+  Accesses reads;   // and of each word by each warp
+  Accesses atomics;  // strong writes of each word by each warp; empty until there are any
+  std::unordered_map<uint64_t, std::vector<Visitor>> remote_reads, remote_atomics;  // the same, by other blocks
+  std::map<int, LastVisit> visitors;  // by agent
+  int32_t exit = -1;  // the instruction by which its last thread has exited
 
   void start();
+  void event();  // somebody may have waited for it
   // Notes an access. The instruction that it collides with, or -1; `unfenced` where only a proxy fence lacks.
   int32_t touch(const Accessor& who, uint64_t address, int bytes, int32_t instruction, bool write, bool& unfenced);
-  // An atomic load: what those who wrote there have released, the warp knows, at once or from its next fence on.
-  void read_flag(FullWarp& warp, uint64_t address, bool acquires);
-  // An atomic store, or a change: it releases what the warp knows, or what it knew at its last fence.
-  void write_flag(FullWarp& warp, uint64_t address, bool releases, bool changes);
+
+ private:
+  bool is_own(int agent) const;
 };
-void fence(FullWarp& warp);
+
+// What those who read an address learn: by the scope of who has written there, and which block or cluster that was.
+struct Flag {
+  std::array<int, 3> owner{-1, -1, 0};
+  std::array<Clock, 2> told;
+  KnownOthers grid;
+};
+using Flags = std::unordered_map<uint64_t, Flag>;
+
+// The blocks that are launched together and see each other's shared memory; often just one.
+struct Cluster {
+  int number = 0;
+  std::vector<std::unique_ptr<Block>> blocks;  // by rank
+  Barrier barrier;
+  int warps = 0;  // of all blocks
+  int agents = 0;
+  int64_t events = 0;  // what somebody may have waited for
+  int64_t stuck = -1;  // how many there were when nobody could go on
+  int tries = 0;       // to go on since
+  Flags flags;
+
+  void start();
+};
+inline void Block::event() { ++cluster->events; }
+inline bool Block::is_own(int agent) const { return agent / static_cast<int>(warps.size()) == rank; }
+void fence(const Machine& machine, const Cluster& cluster, FullWarp& warp, int scope);
+// An atomic load: what those who wrote there have released, the warp knows, at once or from its next fence on.
+void read_flag(Context& context, uint64_t address, int scope, bool acquires);
+// An atomic store, or a change: it releases what the warp knows, or what it knew at its last fence.
+void write_flag(Context& context, uint64_t address, int scope, bool releases, bool changes);
 
 // Accesses to a word of global memory: by which block (-1: none, -2: several), its last one and the last one of another
 // warp.
 struct Visit {
   int32_t block = -1;
   Access last, other_warp;
+};
+
+// The same by any block, where races in global memory are looked for.
+struct GlobalAccess {
+  uint32_t time;  // 0 is never
+  int32_t instruction;
+  int32_t cluster;
+  int16_t agent;
+  int8_t lane;
+  uint8_t bytes : 4;
+  int8_t scope : 4;  // of an atomic access, else -1
+};
+static_assert(sizeof(GlobalAccess) == 16, "there are many of them");
+
+// The last plain and the last atomic change of a word, and its last reads by two blocks.
+struct GlobalWord {
+  GlobalAccess write, strong, read, other_read;
 };
 
 // --- the machine ----------------------------------------------------------------------------------
@@ -287,21 +401,30 @@ struct Machine {
   std::vector<Counts> counts;
   Heap heap;
   std::string printed;
+  std::vector<std::unique_ptr<GlobalWord, Free>> words;  // of each tensor, if they are looked for
+  bool global_races = false;
+  Flags flags;  // in global memory
   bool hands_on = false;  // whether threads may tell others something by atomic accesses
   Schedule schedule = kEager;
+  bool fine = false;    // whether warps have short turns
+  int64_t changes = 0;  // stores, and atomic operations that have changed something
   std::mt19937_64 random;
   bool stopped = false;
 
   void find(const Context& context, FindingKind kind, int lane, uint64_t address, int other = -1,
             int64_t first = 0, int64_t second = 0);
   // The bytes at an address, or null, which has then been told.
+  // `scope`: that of an atomic access, or -1. `who`: if it is not the lane itself.
   uint8_t* global(Context& context, int lane, uint64_t address, int bytes, bool write, int align = 0,
-                  bool reduces = false);
+                  int scope = -1, const Accessor* who = nullptr);
   uint8_t* allocated(Context& context, int lane, uint64_t address, int bytes, bool write);
   // Tells a change of what is empty.
   void check_filled(Context& context, int lane, uint64_t address, int bytes);
   // Finds reductions and plain accesses to the same words that nothing orders.
   void visit(Context& context, int lane, size_t region, uint64_t offset, int bytes, bool reduces);
+  // Finds accesses to the same words, of which one is no atomic one of a sufficient scope, that nothing orders.
+  void visit_words(Context& context, const Accessor& who, size_t region, uint64_t offset, int bytes, bool write,
+                   int scope);
   uint8_t* shared(Context& context, int lane, uint64_t address, int bytes, bool write, Strength strength = kWeak);
   // The same for asynchronous work of a group or an mbarrier.
   bool shared_async(Context& context, Accessor who, uint64_t address, int bytes, bool write);
@@ -329,11 +452,11 @@ struct Machine {
 inline FullWarp& full(const Context& context) { return *static_cast<FullWarp*>(context.warp); }
 
 inline Accessor accessor(const FullWarp& warp, int lane, Strength strength = kWeak) {
-  return {&warp.clock, warp.number, warp.clock.known[warp.number], warp.number, lane, false, warp.met, strength};
+  return {&warp.clock, warp.agent, warp.clock.known[warp.agent], warp.agent, lane, false, warp.met, strength};
 }
 
 // The lanes of a warp meet: what each of them did before, the others know.
-inline void meet(FullWarp& warp) { warp.met = ++warp.clock.known[warp.number]; }
+inline void meet(FullWarp& warp) { warp.met = ++warp.clock.known[warp.agent]; }
 
 // The address of an operand (slot, bytes of the register, offset) in a lane.
 inline uint64_t address_of(Context& c, const int32_t* o, int lane) {
@@ -345,10 +468,53 @@ inline uint64_t address_of(Context& c, const int32_t* o, int lane) {
 constexpr uint64_t kSharedWindow = uint64_t{0x7f} << 40, kLocalWindow = uint64_t{0x7e} << 40,
                    kParameterWindow = uint64_t{0x7d} << 40, kWindow = uint64_t{1} << 40;
 
-void run_block(Machine& machine, Block& block);
+// Addresses of shared memory name a block of the cluster from this bit on: 0 is the own one, n + 1 that of rank n.
+constexpr int kRankShift = 24;
+constexpr uint64_t kOwnShared = uint64_t{1} << kRankShift;
+inline uint64_t at_rank(uint64_t address, int rank) {
+  return address % kOwnShared | (static_cast<uint64_t>(rank) + 1) << kRankShift;
+}
+// The block that has an address in shared memory, or null; the address becomes one of its own.
+inline Block* home_of(const Context& context, uint64_t& address) {
+  if (address < kOwnShared) return context.block;
+  auto& blocks = context.block->cluster->blocks;
+  uint64_t rank = (address >> kRankShift) - 1;
+  address %= kOwnShared;
+  return rank < blocks.size() ? blocks[rank].get() : nullptr;
+}
+// An address of shared memory as all blocks of the cluster name it.
+inline uint64_t shared_by_all(const Context& context, uint64_t address) {
+  address %= kWindow;
+  return address < kOwnShared ? at_rank(address, context.block->rank) : address;
+}
+// An atomic access to an address, which changes it or not: others get their turn now and then.
+void poll(Context& context, uint64_t address, bool changes = false);
+// Checks an access to another block's shared memory: the block has begun, and has not ended.
+void check_visit(Context& context, const Accessor& who, Block& home, uint64_t address);
+// Tells the accesses of other blocks that may come after the end of this one.
+void check_exit(Machine& machine, Block& block);
+
+// What a cluster did in its turn. One that polls waits for others to write something.
+enum class Step { kGoing, kPolling, kDone };
+Step step(Machine& machine, Cluster& cluster);
+
+// The clusters of a launch.
+struct Grid {
+  int64_t clusters = 0;
+  int64_t resident = 1;  // so many at a time
+  BlockOrder order = kInOrder;
+  uint64_t seed = 0;
+  std::function<std::unique_ptr<Cluster>(int64_t)> make;
+};
+void run_grid(Machine& machine, const Grid& grid);
+
 void finish(Block& block, FullWarp& warp, Queue& queue, size_t kept);  // all groups but the last ones
 void close(Queue& queue);
 Mbarrier* mbarrier(Context& context, int lane, uint64_t address);
+// The same where it is, or null.
+Mbarrier* mbarrier_of(const Context& context, uint64_t address);
+// Bytes of asynchronous work of a number have come.
+void land_bytes(Context& context, int lane, uint64_t address, uint32_t number, int64_t bytes);
 // Arrivals, or bytes that have come, may complete a phase.
 void arrived(Context& context, int lane, uint64_t address, Mbarrier& barrier, int64_t count);
 void completed(Context& context, int lane, uint64_t address, Mbarrier& barrier, int64_t bytes);
@@ -370,5 +536,6 @@ void add_builtin(Table& table);
 void add_call(Table& table);
 void add_async(Table& table);
 void add_atomic(Table& table);
+void add_cluster(Table& table);
 
 }  // namespace fw
