@@ -265,12 +265,12 @@ def test_a_missing_or_too_narrow_fence_is_a_race(
     entry: str, name: str, order: str, x: np.ndarray
 ) -> None:
     kernel = made(entry, name)
-    done, _ = summed(kernel, x, order=order, races="global", **{"cooperative": True})
+    done, _ = summed(kernel, x, order=order, races="global", cooperative=True)
     assert {f.kind for f in done.findings} == {"race"}
     places = [of_kernel(entry, text[entry], name) for text in (READS, WRITES)]
     assert any(f"race at kernel.cu:{place}, " in str(done) for place in places), done
     assert "with nothing that orders it and, in another block, the access at" in str(done)
-    assert summed(kernel, x, order=order, **{"cooperative": True})[0].ok, "it is not asked"
+    assert summed(kernel, x, order=order, cooperative=True)[0].ok, "it is not asked"
 
 
 @pytest.mark.parametrize("name", ["cta", "none"])
