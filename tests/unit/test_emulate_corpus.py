@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import runpy
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,7 @@ from tests.unit.emulated import needs_compilers
 from tests.unit.ptx_kernels import SCHEDULES
 
 pytestmark = needs_compilers
+EXAMPLE = Path(__file__).parents[2] / "examples" / "published_defects.py"
 QUICK = ("transpose", "matmul_cp_async", "bulk_pipeline")
 
 
@@ -55,3 +58,25 @@ def test_a_planted_bug_is_found_at_its_line(key: str) -> None:
     kernel, text = variants(name)[1 + number], planted(text_of(name), bug)
     reports = [launched(kernel, CASES[name].launch(), way) for way in ("eager", "lazy")]
     assert any(is_found(bug, report, text) for report in reports), "\n".join(map(str, reports))
+
+
+DEFECTS = {
+    "reused": "race",
+    "stages": "race",
+    "index": "out_of_bounds",
+    "store": "proxy",
+    "overwritten": "race",
+    "zeroed": "race",
+    "initialised": "race",
+    "mask": "divergent",
+    "unfenced": "proxy",
+    "lockstep": "race",
+}
+
+
+@pytest.mark.slow
+def test_the_published_defects_are_found() -> None:
+    example = runpy.run_path(str(EXAMPLE))
+    assert example["DEFECTS"].keys() == DEFECTS.keys()
+    for name, kind in DEFECTS.items():
+        assert f": {kind} at kernel.cu:" in example["findings"](name), name
