@@ -106,11 +106,11 @@ struct Clock {
 struct Access {
   uint32_t time = 0;  // 0 is never
   int32_t instruction = -1;
+  uint32_t lanes = 0;  // of each byte the lane; kSeveral where there are several
   int16_t agent = -1;
-  int8_t lane = -1;    // -2: several
   uint8_t bytes = 0;   // a bit for each; kVolatileBit for what is in `atomics`, kStrongBit for what is in `reads`
 };
-constexpr uint8_t kVolatileBit = 0x10, kStrongBit = 0x20;
+constexpr uint8_t kVolatileBit = 0x10, kStrongBit = 0x20, kSeveral = 0xfe;
 
 // Accesses of which one may happen beside another without a race. Volatile ones are strong between warps, but
 // do not order the lanes of a warp.
