@@ -132,9 +132,13 @@ def test_wrong_arguments_are_refused_in_words(saxpy: EmulatedKernel) -> None:
         saxpy(1, 32, x[::2], y, 1.0, 32, 0, 0.0)
     with pytest.raises(TypeError, match=r"argument 2 \(`a`\) is an array"):
         saxpy(1, 32, x, y, y, 32, 0, 0.0)
-    with pytest.raises(TypeError, match=r"argument 4 \(`shift`\) is 2\.5, which is no whole number"):
+    with pytest.raises(
+        TypeError, match=r"argument 4 \(`shift`\) is 2\.5, which is no whole number"
+    ):
         saxpy(1, 32, x, y, 1.0, 32, 2.5, 0.0)
-    with pytest.raises(TypeError, match=r"argument 4 \(`shift`\) is 70000, which is no .* of 2 bytes"):
+    with pytest.raises(
+        TypeError, match=r"argument 4 \(`shift`\) is 70000, which is no .* of 2 bytes"
+    ):
         saxpy(1, 32, x, y, 1.0, 32, 70000, 0.0)
     with pytest.raises(ValueError, match="grid must be one to three counts"):
         saxpy(0, 32, x, y, 1.0, 32, 0, 0.0)
