@@ -9,7 +9,7 @@ from pathlib import PurePath
 from types import MappingProxyType
 
 from flashwright.build.compile import NAME
-from flashwright.emulate.emulate import HEAP_BASE, Finding
+from flashwright.emulate.emulate import GAP, HEAP_BASE, Finding
 from flashwright.emulate.ptx import Immediate, Instruction, Register, Symbol
 from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.nodes import Span, line_span
@@ -49,6 +49,11 @@ NOT_BEGUN, EXITED, NOBODY_WRITES, OTHER_BLOCK, NARROW_SCOPE = -1, -2, -2, -3, -4
 _TYPE = re.compile(r"\.[busf](8|16|32|64|128)$")
 _MOST_HEAP = 1 << 36
 _MOST_CALLS = 4
+_WINDOWS = {
+    0x7F: "shared",
+    0x7E: "local",
+    0x7D: "parameter",
+}  # of generic addresses: run.h has them
 _NEAR = 1 << 19  # bytes up to which an address counts as near a tensor
 
 
@@ -351,7 +356,11 @@ def _address(one: Finding, origin: Origin) -> str:
         gap, extent = min(near, key=lambda n: abs(n[0]))
         side = "behind the end of" if gap >= 0 else "before the beginning of"
         return f"byte {abs(gap)} {side} `{extent.name}`"
+    generic = _WINDOWS.get(one.address >> 40)
+    if generic is not None:
+        return f"{generic} address {one.address % (1 << 40):#x}, by a generic address"
     shared = ".shared" in opcode or "matrix" in opcode
+    shared |= opcode.startswith(("atom", "red")) and one.address < GAP
     rank = one.address >> 24
     if 0 < rank <= 16 and (shared or one.kind in ("race", "unwritten", "barrier")):
         return f"shared address {one.address & 0xFFFFFF:#x} of rank {rank - 1} of its cluster"

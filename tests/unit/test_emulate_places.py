@@ -223,3 +223,30 @@ def test_a_finding_has_the_lines_of_the_helper_and_of_its_callers() -> None:
     done = kernel.other("calling")(1, 32, np.zeros(32, np.int32))
     lines = r"kernel\.cu:9, PTX line \d+, called at kernel\.cu:16, PTX line \d+: thread 0"
     assert re.search(lines, str(done)), done
+
+
+SPACES = """
+__device__ __noinline__ void write(int* y, int i) { y[i] = i; }
+extern "C" __global__ void spaces(int* y, int which) {
+  __shared__ int tile[64];
+  int own[4];
+  if (which == 0) write(tile, threadIdx.x / 2);
+  if (which == 0 && threadIdx.x == 0) y[0] = tile[7];
+  if (which == 1) write(own, 1 << 20);
+  if (which == 2) atomicAdd(which == 2 ? tile + threadIdx.x : y, 1);
+}
+"""
+
+
+@needs_compilers
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [
+        (0, "shared address 0x1c with no barrier"),
+        (1, "local address 0x4000"),
+        (2, "shared address 0x0, which nothing has written"),
+    ],
+)
+def test_addresses_are_named_by_their_space(which: int, said: str) -> None:
+    done = flashwright.emulate.kernel(SPACES, "spaces")(1, 32, np.zeros(64, np.int32), which)
+    assert said in str(done), done

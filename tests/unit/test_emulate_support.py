@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashwright.emulate
-from flashwright.emulate import support
+from flashwright.emulate import support_page
 from flashwright.lang.diagnostic import Failed
 from tests.unit.emulated import needs_compilers
 from tests.unit.test_emulate_words import kernel
@@ -18,8 +18,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "emulator-support.md"
 
 
 def test_the_page_says_what_the_emulator_does() -> None:
-    how = "python -m flashwright.emulate.support > docs/emulator-support.md"
-    assert PAGE.read_text(encoding="utf-8") == support.page(), how
+    how = "python -m flashwright.emulate.support_page > docs/emulator-support.md"
+    assert PAGE.read_text(encoding="utf-8") == support_page.page(), how
 
 
 @pytest.mark.parametrize(

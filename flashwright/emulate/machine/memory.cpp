@@ -11,7 +11,7 @@ void Machine::find(const Context& context, FindingKind kind, int lane, uint64_t 
   if (++echoes >= 10000) stopped = true;
   if (kind != kDeadlock && !told.insert({kind, context.instruction}).second) return;
   findings.push_back({kind, context.instruction, context.block->number, context.warp->number, lane, other,
-                      address, {first, second}, {-1, -1, -1, -1}});
+                      address + window, {first, second}, {-1, -1, -1, -1}});
   if (lane < 0) return;
   const std::vector<Call>& calls = full(context).calls[lane];
   for (size_t n = 0; n < std::min<size_t>(4, calls.size()); ++n) {
@@ -264,10 +264,12 @@ void access(Context& c, const Moved& a, uint32_t mask, bool write, Move move) {
     int lane = __builtin_ctz(rest);
     uint64_t address = address_of(c, a.address, lane);
     space = resolve(kSpace, address);
+    if (kSpace == Space::kGeneric) c.machine->window = address_of(c, a.address, lane) - address;
     traffic.address[traffic.count++] = address;
     move(lane, at<kOrder>(c, space, lane, address, a.bytes * a.count, write, scope));
     hand_on<kOrder>(c, space, address, write, scope);
   }
+  c.machine->window = 0;
   count(c, space, traffic, a.bytes * a.count);
 }
 

@@ -397,6 +397,7 @@ struct Machine {
   std::vector<uint8_t> parameters;
   std::vector<Finding> findings;  // of each kind at each instruction the first
   std::set<std::pair<int32_t, int32_t>> told;
+  uint64_t window = 0;  // of the generic address of the access that is made: findings have it
   int64_t echoes = 0;
   std::vector<Counts> counts;
   Heap heap;
