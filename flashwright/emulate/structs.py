@@ -21,6 +21,7 @@ class Region(ctypes.Structure):
         ("size", ctypes.c_uint64),
         ("data", ctypes.c_void_p),
         ("use", ctypes.c_int32),
+        ("marks", ctypes.c_void_p),
     )
 
 

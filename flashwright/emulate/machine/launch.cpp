@@ -106,7 +106,9 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
   machine.operands.assign(launch.operands, launch.operands + launch.operand_count);
   machine.touched.assign(launch.touched, launch.touched + launch.touched_count);
   machine.regions.assign(launch.regions, launch.regions + launch.region_count);
-  for (const fw::Region& region : machine.regions) machine.filled.emplace_back(region.use >= fw::kOutput ? region.size : 0, 0);
+  for (const fw::Region& region : machine.regions) {
+    machine.filled.emplace_back(region.use >= fw::kOutput && region.marks == nullptr ? region.size : 0, 0);
+  }
   for (const fw::Region& region : machine.regions) {
     if (reduces && !orders) machine.visits.emplace_back(region.use != fw::kRead ? 2 * (region.size / 4 + 1) : 0);
   }

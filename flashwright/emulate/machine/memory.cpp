@@ -29,7 +29,7 @@ uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes
       return nullptr;
     }
     if (region.use >= kOutput) {
-      auto marks = filled[n].begin() + offset;
+      uint8_t* marks = (region.marks != nullptr ? region.marks : filled[n].data()) + offset;
       if (write) std::fill_n(marks, bytes, 1);
       else if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
     }
@@ -77,7 +77,7 @@ void Machine::check_filled(Context& context, int lane, uint64_t address, int byt
   for (size_t n = 0; n < regions.size(); ++n) {
     const Region& region = regions[n];
     if (region.use != kEmpty || address < region.base || address + bytes > region.base + region.size) continue;
-    auto marks = filled[n].begin() + (address - region.base);
+    const uint8_t* marks = (region.marks != nullptr ? region.marks : filled[n].data()) + (address - region.base);
     if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
   }
 }
