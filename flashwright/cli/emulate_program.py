@@ -40,7 +40,8 @@ def emulate_program(
 ) -> int:
     """Run a CUDA program on the CPU, with the hardware's rules checked while its kernels run.
 
-    Exit code: 2 if a call or a kernel is not emulated, 1 if something was found, else the program's.
+    Exit code: 2 if a call or a kernel is not emulated, 1 if something was found, else that of the
+    program.
     """
     from flashwright.cli.emulate import _schedules
     from flashwright.emulate.machine import library_file

@@ -388,7 +388,19 @@ def gpus() -> int:
 
 
 for part in (
-    *(generate, kernel, grad, rewrite, replay, emulate, emulate_program, verify, selftest, bench, tune),
+    *(
+        generate,
+        kernel,
+        grad,
+        rewrite,
+        replay,
+        emulate,
+        emulate_program,
+        verify,
+        selftest,
+        bench,
+        tune,
+    ),
     *(receipt, report, export, warm, study, fuzz, grammar, explain_mod),
 ):
     part.register(app)

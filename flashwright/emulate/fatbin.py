@@ -13,7 +13,8 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 
 _MAGIC = 0xBA55ED50
 _HEAD = struct.Struct("<IHHQ")  # magic, version, bytes of this, bytes behind it
-# Kind, version, bytes of this, bytes behind it, compressed bytes, -, -, -, architecture, -, -, flags, -, plain bytes.
+# Kind, version, bytes of this, bytes behind it, compressed bytes, three unknown ones, architecture,
+# two of a name, flags, 0, plain bytes.
 _PART = struct.Struct("<HHIQIIHHIIIQQQ")
 _PLAIN = struct.Struct("<HHIQIIHHIIIQ")  # the same of what is not compressed
 _PTX = 1
@@ -49,7 +50,7 @@ class Image:
 
 
 def read_image(data: bytes) -> Image:
-    """The code in a fat binary, or in the text of PTX. Raises Failed with FW831 if it is neither."""
+    """The code in a fat binary, or in the text of PTX. Raises Failed with FW831 for other data."""
     if data[:4] == struct.pack("<I", _MAGIC):
         return _fat_binary(data)
     if data[:4] == b"\x7fELF":
@@ -107,7 +108,7 @@ def _unpacked(data: bytes, size: int, flags: int) -> bytes:
 
 
 def _of_zstd(data: bytes, size: int) -> bytes:
-    """nvcc of CUDA 12.8 and later compresses with Zstandard; its library is on every distribution."""
+    """The content of what nvcc of CUDA 12.8 and later compresses."""
     name = ctypes.util.find_library("zstd") or "libzstd.so.1"
     try:
         library = ctypes.CDLL(name)
@@ -156,11 +157,8 @@ def _repeat(out: bytearray, back: int, count: int) -> None:
     """Append `count` bytes from `back` bytes before the end; the two may overlap."""
     if not 1 <= back <= len(out):
         raise IndexError(back)
-    start = len(out) - back
-    part = out[start : start + count]
-    while len(part) < count:
-        part += part
-    out += part[:count]
+    part = out[len(out) - back :]
+    out += (part * (count // back + 1))[:count]
 
 
 def choose(images: Sequence[Image], capability: int) -> list[DeviceCode]:

@@ -13,7 +13,7 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 
 SOURCES = Path(__file__).parent / "host"
 NAME = "libflashwright_cuda.so"
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden")
 # The libraries that programs ask for: their file, and the version of their symbols.
 _ASKED = {"libcudart.so.12": "libcudart.so.12", "libcudart.so.13": "libcudart.so.13"}
 _ASKED |= {"libcudart.so.11.0": "libcudart.so.11.0", "libcuda.so.1": ""}

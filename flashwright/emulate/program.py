@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import mmap
 import os
 import re
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path, PurePath
+from typing import Any
 
 from flashwright.emulate.emulate import Finding, LaunchResult, launch
 from flashwright.emulate.encode import EncodedKernel, encode
@@ -46,6 +48,7 @@ _NUMBER = struct.Struct("<Q")
 _HEAD = struct.Struct("<QQ")  # a request: which, and the bytes behind it
 _ANSWER = struct.Struct("<qQ")
 _NO_RESERVE = 0x4000  # of mmap, alike on all machines that we know
+_BUS = 256  # bits; what a program is told of every GPU
 _MOST_SOURCE = 1 << 22  # bytes of a source file that is shown
 _EXTERN = re.compile(r"^[ \t]*\.extern\s+\.(?:global|const)\b[^;]*;", re.MULTILINE)
 _MANAGED = re.compile(r"\.attribute\(\s*\.managed\s*\)")
@@ -114,6 +117,7 @@ def _packed(*values: int | str | bytes) -> bytes:
 class Report:
     """What was found while a program ran. Everything is printed when it is found, once."""
 
+    program: str
     launches: int = 0
     kernels: set[str] = field(default_factory=set)
     findings: int = 0
@@ -122,6 +126,12 @@ class Report:
     """How often each call or kernel that is not emulated was asked for."""
     _told: set[object] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def launched(self, kernel: str) -> None:
+        """Count a launch."""
+        with self._lock:
+            self.launches += 1
+            self.kernels.add(kernel)
 
     def found(self, kernel: str, findings: Sequence[Finding], origin: Origin, name: str) -> None:
         """Print the findings of a launch that no earlier launch had."""
@@ -148,7 +158,7 @@ class Report:
         if failed is None:
             text = f"{what} is not emulated: the call returns cudaErrorNotSupported"
             failed = Failed(Diagnostic("FW831", text))
-        _say(terminal(failed.diagnostics, "", what, sys.stderr.isatty()))
+        _say(terminal(failed.diagnostics, "", self.program, sys.stderr.isatty()))
 
     def misuse(self, text: str) -> None:
         """Print and count a wrong use of CUDA."""
@@ -273,7 +283,7 @@ def _without_ptx(images: Sequence[Image], capability: int) -> Diagnostic:
         text = f"the program has PTX of {listed}, which a GPU of sm_{capability} does not take"
         return Diagnostic("FW831", text, help="name a GPU: --gpu; `flashwright gpus` lists them")
     listed = ", ".join(f"sm_{number}" for number in machine) or "some GPU"
-    text = f"the program has machine code of {listed} and no PTX, which the emulator executes"
+    text = f"the program has machine code of {listed}, and no PTX for the emulator"
     hint = (
         "build it with PTX: nvcc -gencode arch=compute_90,code=[sm_90,compute_90], or -arch=sm_90"
     )
@@ -367,8 +377,9 @@ class _Process:
         clock = int(gpu.clock_ghz * 1e6)
         shared = (min(48 * KIB, gpu.shared_per_block), gpu.shared_per_block, gpu.shared_per_sm)
         rest = (gpu.shared_reserved, gpu.threads_per_sm, gpu.max_blocks_per_sm)
-        rest += (gpu.registers_per_sm, gpu.l2_bytes, clock, 256)
-        return SUCCESS, _packed(gpu.title, gpu.capability, sms, gpu.memory_bytes, *shared, *rest)
+        more = (gpu.registers_per_sm, gpu.l2_bytes, clock, _BUS)
+        first = (gpu.title, gpu.capability, sms, gpu.memory_bytes)
+        return SUCCESS, _packed(*first, *shared, *rest, *more)
 
     def _chosen(self) -> Gpu:
         """The GPU of the options, or the oldest that takes the newest PTX of the program."""
@@ -454,20 +465,15 @@ class _Process:
         freed = [given.numbers(4) for _ in range(given.number())]
         program = self.modules[number].kernel(name)
         regions = [*self._regions(living, parameters), *self._variables()]
-        asked = _asked(cluster, bool(cooperative))
-        with self.report._lock:
-            self.report.launches += 1
-            self.report.kernels.add(name)
-        if asked:
-            raise Failed(
-                Diagnostic("FW831", f"{name} cannot be launched: {asked} are not emulated")
-            )
-        done = launch(program, regions, parameters, grid, block, shared, self.options.schedule)
+        together = _together(name, cluster, bool(cooperative))
+        self.report.launched(name)
+        sizes = (grid, block, shared)
+        done = launch(program, regions, parameters, *sizes, self.options.schedule, **together)
         self._tell(name, program, done, grid, _extents(living, freed))
         return _error(done), b""
 
     def _regions(self, living: Sequence[Sequence[int]], parameters: bytes) -> list[Region]:
-        """The allocations; first those that the parameters name, since the machine looks in order."""
+        """The allocations, as the machine looks for them: those of the parameters first."""
         words = {w for (w,) in _NUMBER.iter_unpack(parameters[: len(parameters) // 8 * 8])}
         first = sorted(living, key=lambda one: one[0] not in words)
         return [
@@ -533,12 +539,16 @@ class _Process:
         return SUCCESS, _packed(made)
 
 
-def _asked(cluster: Sequence[int], cooperative: bool) -> str:
-    """What a launch asks for beside blocks that are independent."""
-    blocks = cluster[0] * cluster[1] * cluster[2]
-    if blocks > 1:
-        return f"clusters of {blocks} blocks"
-    return "cooperative launches" if cooperative else ""
+def _together(name: str, cluster: Sequence[int], cooperative: bool) -> dict[str, Any]:
+    """The arguments of a launch whose blocks are not independent. Raises Failed with FW831 for one
+    that is not emulated."""
+    asked: dict[str, Any] = {"cooperative": True} if cooperative else {}
+    if any(size > 1 for size in cluster):
+        asked["cluster"] = cluster
+    for what in asked.keys() - inspect.signature(launch).parameters.keys():
+        text = f"{name} cannot be launched: a {what} launch is not emulated"
+        raise Failed(Diagnostic("FW831", text))
+    return asked
 
 
 def _extents(living: Sequence[Sequence[int]], freed: Sequence[Sequence[int]]) -> tuple[Extent, ...]:
@@ -568,7 +578,7 @@ def run_program(command: Sequence[str], options: Options) -> tuple[int, Report]:
     Raises Failed: FW821 without a C++ compiler, FW001 if the program cannot be started.
     """
     folder = library_folder()
-    report = Report()
+    report = Report(command[0])
     with tempfile.TemporaryDirectory(prefix="flashwright-") as place:
         path = os.path.join(place, "socket")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:

@@ -76,7 +76,7 @@ class Answer {
   }
   std::string text() {
     size_t size = number();
-    if (at_ > content.size() || size > content.size() - at_) size = 0;
+    if (at_ > content.size() || size > content.size() - at_) return {};
     at_ += size;
     return content.substr(at_ - size, size);
   }
@@ -85,6 +85,7 @@ class Answer {
   size_t at_ = 0;
 };
 
+bool is_forked();
 // Connects at the first call.
 Answer ask(Request request, const Message& message);
 
@@ -198,8 +199,12 @@ void* function(const std::string& name);
 
 }  // namespace fwh
 
-// What waits for its turn in the library: calls of several threads come one after another.
-#define LOCKED std::lock_guard<std::recursive_mutex> guard(fwh::lock)
+// Calls of several threads come one after another.
+#define LOCKED_ALWAYS std::lock_guard<std::recursive_mutex> guard(fwh::lock)
+// The same at the beginning of a function of CUDA, which fails in a process that was forked after the first such call.
+#define LOCKED  \
+  LOCKED_ALWAYS; \
+  if (fwh::is_forked()) return fwh::done(fwh::kInitialization)
 
 // Another name of a function that is defined above: streams are alike here.
 #define ALSO(other, name) __asm__(".globl " #other "\n.type " #other ", %function\n.set " #other ", " #name)

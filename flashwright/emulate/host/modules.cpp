@@ -197,7 +197,7 @@ using namespace fwh;
 extern "C" {
 
 __attribute__((visibility("default"))) void** __cudaRegisterFatBinary(void* image) {
-  LOCKED;
+  LOCKED_ALWAYS;
   return reinterpret_cast<void**>(load_image(image));
 }
 
@@ -208,19 +208,19 @@ __attribute__((visibility("default"))) void __cudaUnregisterFatBinary(void**) {}
 
 __attribute__((visibility("default"))) void __cudaRegisterFunction(void** module, const char* host, char*, const char* name,
                                                                    int, void*, void*, void*, void*, int*) {
-  LOCKED;
+  LOCKED_ALWAYS;
   functions()[host] = get_kernel(*reinterpret_cast<Module*>(module), name);
 }
 
 __attribute__((visibility("default"))) void __cudaRegisterVar(void** module, char* host, char*, const char* name, int, size_t,
                                                               int, int) {
-  LOCKED;
+  LOCKED_ALWAYS;
   symbols()[host] = {reinterpret_cast<Module*>(module), name};
 }
 
 __attribute__((visibility("default"))) void __cudaRegisterManagedVar(void** module, void** host, char*, const char* name, int,
                                                                      size_t, int, int) {
-  LOCKED;
+  LOCKED_ALWAYS;
   symbols()[host] = {reinterpret_cast<Module*>(module), name};
   reinterpret_cast<Module*>(module)->managed[name] = host;
 }
@@ -231,7 +231,7 @@ __attribute__((visibility("default"))) void __cudaRegisterHostVar(void**, const 
 
 // Before the host first uses a managed variable.
 __attribute__((visibility("default"))) char __cudaInitModule(void** module) {
-  LOCKED;
+  LOCKED_ALWAYS;
   place_managed(*reinterpret_cast<Module*>(module));
   return 1;
 }

@@ -143,7 +143,7 @@ extern "C" __attribute__((visibility("default"))) void* dlopen(const char* name,
   static auto next = reinterpret_cast<Open>(dlsym(RTLD_NEXT, "dlopen"));
   void* found = next(name, flags);
   if (found != nullptr && (flags & RTLD_NOLOAD) == 0) {
-    LOCKED;
+    LOCKED_ALWAYS;
     int started = 1;
     dl_iterate_phdr(fwh::visit, &started);
   }

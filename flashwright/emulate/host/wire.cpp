@@ -75,18 +75,15 @@ Answer exchange(Request request, const std::string& content) {
   return answer;
 }
 
-// Whether there is an emulator. A process that was forked has none, as it has no CUDA.
+// Whether there is an emulator.
 bool connected() {
-  if (connection >= 0 && owner == getpid()) return true;
+  if (connection >= 0) return !is_forked();
   const char* path = std::getenv(kSocket);
   sockaddr_un place{};
   place.sun_family = AF_UNIX;
   static bool told = false;
-  if (connection >= 0 || path == nullptr || std::strlen(path) >= sizeof place.sun_path) {
-    if (!told) {
-      say(connection >= 0 ? "a forked process has called CUDA, which its parent had called before: that is not supported"
-                          : "run this program by `flashwright emulate-program`");
-    }
+  if (path == nullptr || std::strlen(path) >= sizeof place.sun_path) {
+    if (!told) say("run this program by `flashwright emulate-program`");
     told = true;
     return false;
   }
@@ -109,6 +106,14 @@ bool connected() {
 }
 
 }  // namespace
+
+bool is_forked() {
+  static bool told = false;
+  if (connection < 0 || owner == getpid()) return false;
+  if (!told) say("a forked process calls CUDA, which its parent had called before: CUDA does not support that");
+  told = true;
+  return true;
+}
 
 Answer ask(Request request, const Message& message) {
   if (!connected()) return {};
