@@ -181,6 +181,11 @@ API cuGetProcAddress_v2(const char* name, void** out, int version, uint64_t flag
   return error;
 }
 
+// The runtime calls the driver by tables that are not documented. It is replaced where its symbols can be found.
+API cuGetExportTable(const void**, const void*) {
+  return refuse("a CUDA runtime within a stripped file (keep its symbols, or build it with nvcc -cudart shared)");
+}
+
 // --- modules and kernels --------------------------------------------------------------------------
 
 API cuModuleLoadData(void** out, const void* image) {

@@ -23,7 +23,7 @@ struct Region {
   uint64_t size;
   uint8_t* data;
   int32_t use;
-  uint8_t* marks;  // which bytes were written before, kept by the caller; null: none, for this launch
+  uint8_t* marks;  // which bytes of what is empty were written, by earlier launches too; or none
 };
 
 // What a launch may do with a region. An output has nothing in it yet, though a kernel before this one may have set it to
