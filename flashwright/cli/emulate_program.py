@@ -43,13 +43,19 @@ def emulate_program(
     Exit code: 2 if a call or a kernel is not emulated, 1 if something was found, else that of the
     program.
     """
+    from flashwright.cli import show
     from flashwright.cli.emulate import _schedules
+    from flashwright.emulate.host_library import library_folder
     from flashwright.emulate.machine import library_file
     from flashwright.emulate.program import Options, run_program
 
     card = find_gpu(gpu) if gpu is not None else None
     several = _schedules(schedule or ["eager"], 0)
-    library_file()
+    with show.progress(f"emulating {command[0]}") as step:  # before the program has the terminal
+        step(0, 2, "compiling the emulator itself, once")
+        library_file()
+        step(1, 2, "compiling its CUDA library, once")
+        library_folder()
     statuses = []
     for one in several:
         status, report = run_program(command, Options(card, sms, one))
