@@ -721,6 +721,15 @@ API cudaGraphCreate(void** graph, unsigned) {
   *graph = graphs.make();
   return done(kSuccess);
 }
+API cudaGraphClone(void** clone, void* graph) {
+  LOCKED;
+  Graph* found = graphs.get(graph);
+  if (found == nullptr) return fail(kInvalidHandle, "a graph that does not exist is cloned");
+  Graph* made = graphs.make();
+  *made = *found;
+  *clone = made;
+  return done(kSuccess);
+}
 API cudaGraphDestroy(void* graph) {
   LOCKED;
   return graphs.end(graph) ? done(kSuccess) : fail(kInvalidHandle, "a graph that does not exist is destroyed");
