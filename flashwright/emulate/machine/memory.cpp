@@ -5,10 +5,16 @@
 
 namespace fw {
 
+namespace {
+
+constexpr int64_t kMostEchoes = 10'000'000;  // violations of a launch: seconds; then it is stopped
+
+}  // namespace
+
 void Machine::find(const Context& context, FindingKind kind, int lane, uint64_t address, int other,
                    int64_t first, int64_t second) {
   // What is broken once is broken often; a kernel that goes astray is stopped.
-  if (++echoes >= 10000) stopped = true;
+  if (++echoes >= kMostEchoes) stopped = true;
   if (kind != kDeadlock && !told.insert({kind, context.instruction}).second) return;
   findings.push_back({kind, context.instruction, context.block->number, context.warp->number, lane, other,
                       address, {first, second}});
