@@ -19,6 +19,7 @@ import typer
 from flashwright.cli import (
     bench,
     emulate,
+    emulate_program,
     explain_mod,
     export,
     fuzz,
@@ -387,7 +388,19 @@ def gpus() -> int:
 
 
 for part in (
-    *(generate, kernel, grad, rewrite, replay, emulate, verify, selftest, bench, tune),
+    *(
+        generate,
+        kernel,
+        grad,
+        rewrite,
+        replay,
+        emulate,
+        emulate_program,
+        verify,
+        selftest,
+        bench,
+        tune,
+    ),
     *(receipt, report, export, warm, study, fuzz, grammar, explain_mod),
 ):
     part.register(app)

@@ -213,13 +213,15 @@ def spelled() -> Iterator[str]:
     yield from (f"mbarrier.{how}" for how in ("arrive_drop", "expect_tx", "test_wait", "try_wait"))
 
 
-def encode(module: Module, entry: Entry) -> EncodedKernel:
-    """The encoded kernel. Raises Failed with FW831 at the first invalid instruction."""
-    return _Encoder(module, entry).program()
+def encode(module: Module, entry: Entry, start: int = MODULE) -> EncodedKernel:
+    """The encoded kernel. Raises Failed with FW831 at the first invalid instruction. `start` is the
+    address of the module's variables."""
+    return _Encoder(module, entry, start).program()
 
 
 class _Encoder:
-    def __init__(self, module: Module, entry: Entry) -> None:
+    def __init__(self, module: Module, entry: Entry, start: int) -> None:
+        self.start = start
         self.module, self.linked = module, link(module, entry)
         self.entry = entry = self.linked.entry
         self.made = EncodedKernel(
@@ -247,7 +249,7 @@ class _Encoder:
         for variable in (*self.entry.parameters, *sized, *unsized):
             space = "global" if variable.space == "const" else variable.space
             offset = -(-ends[space] // variable.align) * variable.align
-            self.addresses[variable.name] = offset + (MODULE if space == "global" else 0)
+            self.addresses[variable.name] = offset + (self.start if space == "global" else 0)
             ends[space] = offset + variable.size
             if ends[space] > MOST_VARIABLE:
                 raise bad(1, f"more than {MOST_VARIABLE} bytes of variables in {space} memory")

@@ -25,8 +25,7 @@ void check_visit(Context& context, const Accessor& who, Block& home, uint64_t ad
   access.time = who.time;
   access.instruction = context.instruction;
   access.agent = static_cast<int16_t>(who.agent);
-  access.lane = static_cast<int8_t>(who.lane);
-  last = {access, context.block, context.warp->number, address};
+  last = {access, context.block, context.warp->number, who.lane, address};
 }
 
 void check_exit(Machine& machine, Block& block) {
@@ -37,7 +36,7 @@ void check_exit(Machine& machine, Block& block) {
     Warp warp;
     warp.number = last.warp;
     Context context{&machine, const_cast<Block*>(last.block), &warp, last.access.instruction, 0};
-    machine.find(context, kRace, last.access.lane, last.address, block.exit, kExited);
+    machine.find(context, kRace, last.lane, last.address, block.exit, kExited);
   }
 }
 

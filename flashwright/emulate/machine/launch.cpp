@@ -121,9 +121,9 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
   machine.touched.assign(launch.touched, launch.touched + launch.touched_count);
   machine.regions.assign(launch.regions, launch.regions + launch.region_count);
   for (const fw::Region& region : machine.regions) {
-    machine.filled.emplace_back(region.use >= fw::kOutput && region.use != fw::kHeap ? region.size : 0, 0);
+    bool marked = region.use >= fw::kOutput && region.use != fw::kHeap && region.marks == nullptr;
+    machine.filled.emplace_back(marked ? region.size : 0, 0);
     if (region.use == fw::kHeap) machine.heap.open(region);
-    if (region.marks) std::copy_n(region.marks, machine.filled.back().size(), machine.filled.back().begin());
   }
   machine.global_races = launch.global_races != 0;
   for (const fw::Region& region : machine.regions) {
@@ -248,9 +248,6 @@ extern "C" int32_t fw_run(const fw_launch* launch) {
   grid.seed = launch->order_seed;
   grid.make = [&](int64_t number) { return make_cluster(*launch, number); };
   fw::run_grid(machine, grid);
-  for (size_t n = 0; n < machine.regions.size(); ++n) {
-    if (machine.regions[n].marks) std::copy(machine.filled[n].begin(), machine.filled[n].end(), machine.regions[n].marks);
-  }
   for (int32_t n = 0; n < launch->instructions; ++n) launch->counts[n] = machine.counts[n];
   machine.heap.close();
   int64_t length = machine.printed.size(), shown = std::min<int64_t>(length, launch->printed_room - 8);

@@ -5,10 +5,16 @@
 
 namespace fw {
 
+namespace {
+
+constexpr int64_t kMostEchoes = 10'000'000;  // violations of a launch: seconds; then it is stopped
+
+}  // namespace
+
 void Machine::find(const Context& context, FindingKind kind, int lane, uint64_t address, int other,
                    int64_t first, int64_t second) {
   // What is broken once is broken often; a kernel that goes astray is stopped.
-  if (++echoes >= 10000) stopped = true;
+  if (++echoes >= kMostEchoes) stopped = true;
   if (kind != kDeadlock && !told.insert({kind, context.instruction}).second) return;
   findings.push_back({kind, context.instruction, context.block->number, context.warp->number, lane, other,
                       address + window, {first, second}, {-1, -1, -1, -1}});
@@ -35,7 +41,7 @@ uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes
       return nullptr;
     }
     if (region.use >= kOutput) {
-      auto marks = filled[n].begin() + offset;
+      uint8_t* marks = (region.marks != nullptr ? region.marks : filled[n].data()) + offset;
       if (write) std::fill_n(marks, bytes, 1);
       else if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
     }
@@ -90,7 +96,7 @@ void Machine::check_filled(Context& context, int lane, uint64_t address, int byt
   for (size_t n = 0; n < regions.size(); ++n) {
     const Region& region = regions[n];
     if (region.use != kEmpty || address < region.base || address + bytes > region.base + region.size) continue;
-    auto marks = filled[n].begin() + (address - region.base);
+    const uint8_t* marks = (region.marks != nullptr ? region.marks : filled[n].data()) + (address - region.base);
     if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
   }
 }

@@ -278,6 +278,7 @@ struct LastVisit {
   Access access;
   const Block* block = nullptr;
   int warp = 0;  // its number
+  int lane = -1;
   uint64_t address = 0;
 };
 

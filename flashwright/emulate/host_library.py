@@ -1,0 +1,80 @@
+"""The library that stands in for CUDA in a program: C++, compiled once by the host's compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from flashwright.build.cache import Cache, digest
+from flashwright.lang.diagnostic import Diagnostic, Failed
+
+SOURCES = Path(__file__).parent / "host"
+NAME = "libflashwright_cuda.so"
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden")
+# The libraries that programs ask for: their file, and the version of their symbols.
+_ASKED = {"libcudart.so.12": "libcudart.so.12", "libcudart.so.13": "libcudart.so.13"}
+_ASKED |= {"libcudart.so.11.0": "libcudart.so.11.0", "libcuda.so.1": ""}
+
+
+def library_folder() -> Path:
+    """The folder with the library and with the names that programs ask for. Raises Failed with
+    FW821 without a compiler."""
+    compiler = os.environ.get("CXX", "c++")
+    cache = Cache()
+    key = digest([compiler, *FLAGS, *_ASKED], [SOURCES])
+    path = cache.root / f"host-{key[:32]}"
+    if not path.is_dir():
+        with cache.locked(key, patience=600):
+            if not path.is_dir():  # the previous holder of the lock may have compiled it
+                _compile(compiler, path)
+    return path
+
+
+def _compile(compiler: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=path.parent) as place:
+        work, made = Path(place, "work"), Path(place, "made")
+        work.mkdir()
+        made.mkdir()
+        objects = {source: str(work / f"{source.stem}.o") for source in SOURCES.glob("*.cpp")}
+        commands = [[compiler, *FLAGS, "-c", str(s), "-o", o] for s, o in objects.items()]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
+        library = made / NAME
+        linked = ("-ldl", "-lpthread", f"-Wl,-soname,{NAME}")
+        _run([compiler, "-shared", *objects.values(), "-o", str(library), *linked])
+        for file, version in _ASKED.items():
+            _link_name(compiler, work, library, made / file, version)
+        os.replace(made, path)
+
+
+def _link_name(compiler: str, work: Path, library: Path, path: Path, version: str) -> None:
+    """An empty library of another name, which needs the library."""
+    script = work / "versions"
+    script.write_text(f"{version} {{ global: *; }};\n" if version else "")
+    empty = work / "empty.cpp"
+    empty.write_text("")
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        str(empty),
+        "-o",
+        str(path),
+        f"-Wl,-soname,{path.name}",
+    ]
+    command += ["-Wl,--no-as-needed", str(library), "-Wl,-rpath,$ORIGIN"]
+    _run([*command, *((f"-Wl,--version-script={script}",) if version else ())])
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        text = f"the emulator needs a C++ compiler: {command[0]}: {error.strerror}"
+        raise Failed(Diagnostic("FW821", text, help="install g++ or clang++, or set CXX")) from None
+    if done.returncode:
+        raise Failed(Diagnostic("FW821", f"the emulator cannot be compiled: {done.stderr[:800]}"))
