@@ -17,7 +17,7 @@ from flashwright.emulate.structs import Launch, Region
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 FOLDER = Path(__file__).parent / "machine"
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fno-strict-aliasing")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fno-strict-aliasing", "-pthread")
 
 
 class Machine(Protocol):
@@ -68,7 +68,7 @@ def _compile(compiler: str, path: Path) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, commands))
         linked = f"{place}/machine.so"
-        _run([compiler, "-shared", *objects, "-o", linked])
+        _run([compiler, "-shared", "-pthread", *objects, "-o", linked])
         os.replace(linked, path)
 
 

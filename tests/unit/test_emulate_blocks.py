@@ -125,6 +125,14 @@ KERNEL(counted)(int* total, int* mine) {
   atomicAdd_block(total, 1);
   atomicAdd_block(mine + blockIdx.x, 1);
 }
+KERNEL(apart)(const float* x, float* y, int n, int trapped) {
+  __shared__ float tile[64];
+  tile[threadIdx.x] = x[blockIdx.x * 64 + threadIdx.x];
+  if (blockIdx.x % 7 != 6) __syncthreads();
+  int i = blockIdx.x * 64 + 63 - threadIdx.x;
+  if (blockIdx.x == trapped) __trap();
+  if (i < n) y[i] = tile[63 - threadIdx.x];
+}
 """
 VARIANTS = {
     "good": ("__threadfence();", "grid.sync();"),
@@ -265,12 +273,12 @@ def test_a_missing_or_too_narrow_fence_is_a_race(
     entry: str, name: str, order: str, x: np.ndarray
 ) -> None:
     kernel = made(entry, name)
-    done, _ = summed(kernel, x, order=order, races="global", **{"cooperative": True})
+    done, _ = summed(kernel, x, order=order, races="global", cooperative=True)
     assert {f.kind for f in done.findings} == {"race"}
     places = [of_kernel(entry, text[entry], name) for text in (READS, WRITES)]
     assert any(f"race at kernel.cu:{place}, " in str(done) for place in places), done
     assert "with nothing that orders it and, in another block, the access at" in str(done)
-    assert summed(kernel, x, order=order, **{"cooperative": True})[0].ok, "it is not asked"
+    assert summed(kernel, x, order=order, cooperative=True)[0].ok, "it is not asked"
 
 
 @pytest.mark.parametrize("name", ["cta", "none"])
@@ -287,7 +295,7 @@ def test_plain_accesses_of_blocks_and_warps(x: np.ndarray) -> None:
     assert {f.kind for f in done.findings} == {"race"}
     place = line_of("(threadIdx.x + 32) % 64] += 1")
     assert f"race at kernel.cu:{place}, " in str(done)
-    with pytest.raises(ValueError, match="no races 'all': there are shared and global"):
+    with pytest.raises(ValueError, match="no races 'all': there are none, shared, global"):
         made("neighbours")(2, 64, x, races="all")
 
 
@@ -299,3 +307,32 @@ def test_an_atomic_operation_of_a_block_is_none_for_others() -> None:
     assert "in a scope too small for it or for the access at" in str(done)
     assert f"kernel.cu:{line_of('atomicAdd_block(mine')}" not in str(done)
     assert total[0] == 256
+
+
+# --- several threads of the host --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trapped", [-1, 20])
+def test_several_threads_find_and_count_what_one_does(trapped: int) -> None:
+    x = np.arange(50 * 64, dtype=np.float32)
+    one, several = (
+        (made("apart")(50, 64, x, y, len(x) + 1000, trapped, threads=threads), y)
+        for threads, y in (
+            (1, np.zeros(len(x) - 96, np.float32)),
+            (4, np.zeros(len(x) - 96, np.float32)),
+        )
+    )
+    assert {f.kind for f in one[0].findings} >= {"race"} | ({"trap"} if trapped >= 0 else set())
+    assert [(f.block, f.kind, f.instruction) for f in several[0].findings] == [
+        (f.block, f.kind, f.instruction) for f in one[0].findings
+    ]
+    if trapped < 0:
+        assert "out_of_bounds" in {f.kind for f in one[0].findings}
+        np.testing.assert_array_equal(one[0].counts, several[0].counts)
+        np.testing.assert_array_equal(one[1], several[1])
+
+
+def test_races_are_not_looked_for_where_it_is_not_asked() -> None:
+    x = np.arange(64 * 64, dtype=np.float32)
+    done = made("apart")(64, 64, x, np.zeros_like(x), len(x), -1, races="none")
+    assert {f.kind for f in done.findings} == {"unwritten"}, "of a warp that came too early"
