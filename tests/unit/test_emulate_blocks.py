@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,7 +172,7 @@ def x() -> np.ndarray:
     return np.random.default_rng(0).integers(-50, 50, 12 * 128).astype(np.float32)
 
 
-def summed(kernel: EmulatedKernel, x: np.ndarray, **how: object) -> tuple[LaunchReport, float]:
+def summed(kernel: EmulatedKernel, x: np.ndarray, **how: Any) -> tuple[LaunchReport, float]:
     """A sum by one of the kernels above, over twelve blocks."""
     part, out = np.zeros(12, np.float32), np.zeros(1, np.float32)
     cooperative = kernel.entry.startswith("by_grid")
@@ -191,7 +192,7 @@ def test_blocks_that_wait_for_each_other_come_to_an_end(
     assert got == x.sum()
 
 
-def scanned(entry: str, name: str = "good", **how: object) -> tuple[LaunchReport, bool]:
+def scanned(entry: str, name: str = "good", **how: Any) -> tuple[LaunchReport, bool]:
     x = np.arange(9 * 128, dtype=np.int32) % 7
     out, tickets = np.zeros_like(x), np.zeros(1, np.int32)
     sums, ready = np.zeros((2, 9), np.int32)
