@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import os
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ _PRINTED = 1 << 20  # bytes of printf in a launch, as CUDA has them
 _LISTS = ("code", "operands", "touched", "specials")
 RESIDENT = 2048
 """The thread blocks that are on a GPU at a time at most, unless the launch is cooperative."""
-_RACES = ("shared", "global")
+_RACES = ("none", "shared", "global")
 _ORDERS = ("in-order", "reversed", "random", "all")
 _WORKSPACE = 1 << 39  # where a cooperative launch has its workspace in global memory
 _WORKSPACE_BYTES = 256
@@ -174,6 +175,7 @@ def launch(
     order: str = "in-order",
     resident: int | None = None,
     races: str = "shared",
+    threads: int | None = None,
 ) -> LaunchResult:
     """Run a grid of thread blocks. `shared` bytes are added to what the kernel declares.
 
@@ -188,14 +190,15 @@ def launch(
     they begin: `in-order` or `reversed`, one after the other, the next one when those before it
     wait for it; `random:SEED` or `all`, at once, in a random order of steps or in turn. Races are
     looked for in shared memory, with `races="global"` also in global memory, between all blocks.
-    Raises Failed with FW831 for a launch that no GPU can do.
+    Blocks that cannot tell each other anything are executed by several `threads`, without it one
+    for each core. Raises Failed with FW831 for a launch that no GPU can do.
     """
     check_launch(program, grid, block, shared)
     together = cluster_of(program, grid, cluster)
     check_blocks(program, grid, block, cooperative)
     order_kind, order_seed = order_of(order)
     if races not in _RACES:
-        raise ValueError(f"no races {races!r}: there are {' and '.join(_RACES)}")
+        raise ValueError(f"no races {races!r}: there are {', '.join(_RACES)}")
     blocks = math.prod(grid) if cooperative else RESIDENT if resident is None else resident
     workspace = np.zeros(_WORKSPACE_BYTES, np.uint8)
     kind, seed = schedule_of(schedule)
@@ -238,7 +241,8 @@ def launch(
         resident=max(blocks // math.prod(together), 1),
         order_seed=order_seed,
         workspace=_WORKSPACE if cooperative else 0,
-        global_races=int(races == "global"),
+        races=_RACES.index(races),
+        threads=threads or os.cpu_count() or 1,
         shared_bytes=program.shared + shared,
         local_bytes=program.local,
         schedule=kind,

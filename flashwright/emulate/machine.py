@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent / "machine"
 BUILT_IN = Path(__file__).parent / "prebuilt"
 """The folder of the library in an installed platform wheel; a checkout and a pure wheel have none.
 """
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-strict-aliasing")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-strict-aliasing", "-pthread")
 FLAGS = (*_FLAGS, "-march=native")
 # What a wheel's library needs of a processor, as Linux names it; without fma it would be slow.
 _FEATURES = {"x86_64": ("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")}
@@ -143,7 +143,7 @@ def _compile(compiler: str, path: Path, flags: Sequence[str]) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, commands))
         linked = f"{place}/machine.so"
-        _run([compiler, "-shared", *objects, "-o", linked])
+        _run([compiler, "-shared", "-pthread", *objects, "-o", linked])
         os.replace(linked, path)
 
 

@@ -84,6 +84,7 @@ class MachineProcess:
         """Copy a launch into shared memory: the launch with its new addresses, the parts that it
         writes, and the total size."""
         made, written = Launch.from_buffer_copy(told), Parts()
+        made.threads = 1  # it may start none
         at = self._aligned(ctypes.sizeof(Launch))
         for name, size in sizes.items():
             address = getattr(told, name)

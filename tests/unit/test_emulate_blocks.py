@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,6 +126,14 @@ KERNEL(counted)(int* total, int* mine) {
   atomicAdd_block(total, 1);
   atomicAdd_block(mine + blockIdx.x, 1);
 }
+KERNEL(apart)(const float* x, float* y, int n, int trapped) {
+  __shared__ float tile[64];
+  tile[threadIdx.x] = x[blockIdx.x * 64 + threadIdx.x];
+  if (blockIdx.x % 7 != 6) __syncthreads();
+  int i = blockIdx.x * 64 + 63 - threadIdx.x;
+  if (blockIdx.x == trapped) __trap();
+  if (i < n) y[i] = tile[63 - threadIdx.x];
+}
 """
 VARIANTS = {
     "good": ("__threadfence();", "grid.sync();"),
@@ -163,7 +172,7 @@ def x() -> np.ndarray:
     return np.random.default_rng(0).integers(-50, 50, 12 * 128).astype(np.float32)
 
 
-def summed(kernel: EmulatedKernel, x: np.ndarray, **how: object) -> tuple[LaunchReport, float]:
+def summed(kernel: EmulatedKernel, x: np.ndarray, **how: Any) -> tuple[LaunchReport, float]:
     """A sum by one of the kernels above, over twelve blocks."""
     part, out = np.zeros(12, np.float32), np.zeros(1, np.float32)
     cooperative = kernel.entry.startswith("by_grid")
@@ -183,7 +192,7 @@ def test_blocks_that_wait_for_each_other_come_to_an_end(
     assert got == x.sum()
 
 
-def scanned(entry: str, name: str = "good", **how: object) -> tuple[LaunchReport, bool]:
+def scanned(entry: str, name: str = "good", **how: Any) -> tuple[LaunchReport, bool]:
     x = np.arange(9 * 128, dtype=np.int32) % 7
     out, tickets = np.zeros_like(x), np.zeros(1, np.int32)
     sums, ready = np.zeros((2, 9), np.int32)
@@ -287,7 +296,7 @@ def test_plain_accesses_of_blocks_and_warps(x: np.ndarray) -> None:
     assert {f.kind for f in done.findings} == {"race"}
     place = line_of("(threadIdx.x + 32) % 64] += 1")
     assert f"race at kernel.cu:{place}, " in str(done)
-    with pytest.raises(ValueError, match="no races 'all': there are shared and global"):
+    with pytest.raises(ValueError, match="no races 'all': there are none, shared, global"):
         made("neighbours")(2, 64, x, races="all")
 
 
@@ -299,3 +308,32 @@ def test_an_atomic_operation_of_a_block_is_none_for_others() -> None:
     assert "in a scope too small for it or for the access at" in str(done)
     assert f"kernel.cu:{line_of('atomicAdd_block(mine')}" not in str(done)
     assert total[0] == 256
+
+
+# --- several threads of the host --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trapped", [-1, 20])
+def test_several_threads_find_and_count_what_one_does(trapped: int) -> None:
+    x = np.arange(50 * 64, dtype=np.float32)
+    one, several = (
+        (made("apart")(50, 64, x, y, len(x) + 1000, trapped, threads=threads), y)
+        for threads, y in (
+            (1, np.zeros(len(x) - 96, np.float32)),
+            (4, np.zeros(len(x) - 96, np.float32)),
+        )
+    )
+    assert {f.kind for f in one[0].findings} >= {"race"} | ({"trap"} if trapped >= 0 else set())
+    assert [(f.block, f.kind, f.instruction) for f in several[0].findings] == [
+        (f.block, f.kind, f.instruction) for f in one[0].findings
+    ]
+    if trapped < 0:
+        assert "out_of_bounds" in {f.kind for f in one[0].findings}
+        np.testing.assert_array_equal(one[0].counts, several[0].counts)
+        np.testing.assert_array_equal(one[1], several[1])
+
+
+def test_races_are_not_looked_for_where_it_is_not_asked() -> None:
+    x = np.arange(64 * 64, dtype=np.float32)
+    done = made("apart")(64, 64, x, np.zeros_like(x), len(x), -1, races="none")
+    assert {f.kind for f in done.findings} == {"unwritten"}, "of a warp that came too early"

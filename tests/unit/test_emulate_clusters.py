@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -308,9 +309,7 @@ def test_a_remote_arrival_hands_on_what_was_written(module: EmulatedKernel, sche
     assert ("race", arrive) in lines_of(unfenced)
 
 
-def spread(
-    module: EmulatedKernel, mask: int, entry: str = "spreads", **how: object
-) -> LaunchReport:
+def spread(module: EmulatedKernel, mask: int, entry: str = "spreads", **how: Any) -> LaunchReport:
     x = np.arange(8 * 16, dtype=np.int32)
     out = np.zeros((4, 128), np.int32)
     tensor = encode_tensor_map(GAP, [16, 8], [64], [16, 4], 4, "none")
@@ -346,9 +345,9 @@ def test_blocks_know_their_places_in_the_cluster(module: EmulatedKernel) -> None
     for (y, x), found in zip(np.ndindex(4, 6), out.reshape(24, 10), strict=True):
         own = [y % 2 * 3 + x % 3, 6, x // 3, y // 2, 2, 2, x % 3, y % 2, 3, 2]
         assert found.tolist() == own
-    out = np.zeros(6, np.uint32)
-    assert module.other("pairs")(6, 1, out).ok
-    assert out.tolist() == [0, 1] * 3
+    ranks = np.zeros(6, np.uint32)
+    assert module.other("pairs")(6, 1, ranks).ok
+    assert ranks.tolist() == [0, 1] * 3
 
 
 def test_clusters_that_no_gpu_launches_are_refused(module: EmulatedKernel) -> None:

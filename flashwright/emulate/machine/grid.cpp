@@ -3,7 +3,10 @@
 // A cluster that only polls waits for another one to write something. It passes its turn, and as long as there is room
 // the next cluster begins. Where all that are resident poll and none can begin, nothing will change any more.
 #include <algorithm>
+#include <atomic>
 #include <numeric>
+#include <system_error>
+#include <thread>
 
 #include "run.h"
 
@@ -86,7 +89,50 @@ class Scheduler {
   int64_t idle = 0;  // turns since anything went on
 };
 
+// Findings, each with the number of its cluster.
+using Found = std::vector<std::pair<int64_t, Finding>>;
+
+// Clusters in turn, until there are none or one before them has stopped the launch.
+void work(Machine& machine, const Grid& grid, std::atomic<int64_t>& next, std::atomic<int64_t>& end, Found& found) {
+  for (int64_t number = next++; number < end; number = next++) {
+    auto cluster = grid.make(number);
+    while (!machine.stopped && step(machine, *cluster) != Step::kDone) {}
+    for (const Finding& one : machine.findings) found.emplace_back(number, one);
+    machine.findings.clear();
+    if (!machine.stopped) continue;
+    int64_t known = end;
+    while (number + 1 < known && !end.compare_exchange_weak(known, number + 1)) {}
+    return;
+  }
+}
+
 }  // namespace
+
+void run_apart(std::vector<std::unique_ptr<Machine>>& machines, const Grid& grid) {
+  std::atomic<int64_t> next{0}, end{grid.clusters};
+  std::vector<Found> found(machines.size());
+  std::vector<std::thread> threads;
+  try {
+    for (size_t n = 1; n < machines.size(); ++n) {
+      threads.emplace_back([&, n] { work(*machines[n], grid, next, end, found[n]); });
+    }
+  } catch (const std::system_error&) {  // there are no more threads: the others do the work
+  }
+  work(*machines[0], grid, next, end, found[0]);
+  for (std::thread& thread : threads) thread.join();
+  Found all;
+  for (Found& one : found) all.insert(all.end(), one.begin(), one.end());
+  std::stable_sort(all.begin(), all.end(), [](auto& a, auto& b) { return a.first < b.first; });
+  Machine& first = *machines[0];
+  first.told.clear();
+  for (auto& [number, one] : all) {
+    bool fresh = one.kind == kDeadlock || first.told.insert({one.kind, one.instruction}).second;
+    if (fresh && number < end) first.findings.push_back(one);
+  }
+  for (size_t n = 1; n < machines.size(); ++n) {
+    for (size_t i = 0; i < first.counts.size(); ++i) first.counts[i].add(machines[n]->counts[i]);
+  }
+}
 
 void run_grid(Machine& machine, const Grid& grid) {
   machine.fine = grid.order == kShuffled;

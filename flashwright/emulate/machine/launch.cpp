@@ -58,7 +58,8 @@ struct fw_launch {
   int64_t resident;          // how many at a time
   uint64_t order_seed;
   uint64_t workspace;        // of a cooperative launch, or 0
-  int32_t global_races;      // whether they are looked for
+  int32_t races;             // where they are looked for: 0 nowhere, 1 in shared memory, 2 in global memory too
+  int32_t threads;           // of the host, at most
   int32_t shared_bytes;
   int32_t local_bytes;
   int32_t schedule;
@@ -99,7 +100,6 @@ int32_t meeting(const fw_launch& launch, int32_t n) {
 
 // The index of the first instruction that is not known, or -1.
 int32_t decode(const fw_launch& launch, fw::Machine& machine) {
-  bool reduces = false, orders = false;
   for (int32_t n = 0; n < launch.instructions; ++n) {
     const int32_t* c = launch.code + 8 * n;
     std::string name = launch.names[n];
@@ -109,8 +109,9 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
       if (!fw::wgmma_shape(name, machine.shapes[n])) return n;
       name = "wgmma";
     }
-    reduces |= name == "red";
-    orders |= name == "atom";
+    machine.reduces |= name == "red";
+    machine.orders |= name == "atom";
+    machine.talks |= name.rfind("atom", 0) == 0 || name.rfind("red.", 0) == 0 || name == "red" || name == "vprintf" || is_strong(name);
     machine.hands_on |= name == "atom" || is_strong(name);
     auto found = fw::known().find(name);
     if (found == fw::known().end() && !name.empty()) return n;
@@ -120,24 +121,30 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
   machine.operands.assign(launch.operands, launch.operands + launch.operand_count);
   machine.touched.assign(launch.touched, launch.touched + launch.touched_count);
   machine.regions.assign(launch.regions, launch.regions + launch.region_count);
-  for (const fw::Region& region : machine.regions) {
-    bool marked = region.use >= fw::kOutput && region.use != fw::kHeap && region.marks == nullptr;
-    machine.filled.emplace_back(marked ? region.size : 0, 0);
-    if (region.use == fw::kHeap) machine.heap.open(region);
-  }
-  machine.global_races = launch.global_races != 0;
-  for (const fw::Region& region : machine.regions) {
-    bool written = region.use != fw::kRead && region.use != fw::kHeap;
-    if (reduces && !orders && !machine.global_races) machine.visits.emplace_back(written ? 2 * (region.size / 4 + 1) : 0);
-    bool changes = machine.global_races && written && region.use != fw::kUnset;
-    void* words = changes ? std::calloc(region.size / 4 + 1, sizeof(fw::GlobalWord)) : nullptr;
-    machine.words.emplace_back(static_cast<fw::GlobalWord*>(words));
-  }
   machine.parameters.assign(launch.parameters, launch.parameters + launch.parameter_bytes);
+  machine.shared_races = launch.races != 0;
+  machine.global_races = launch.races == 2;
   machine.schedule = static_cast<fw::Schedule>(launch.schedule);
   machine.random.seed(launch.seed);
   machine.counts.resize(launch.instructions);
   return -1;
+}
+
+// What is remembered of global memory.
+void remember(const fw_launch& launch, fw::Machine& machine) {
+  machine.filled = std::make_shared<std::vector<std::vector<uint8_t>>>();
+  for (const fw::Region& region : machine.regions) {
+    bool marked = region.use >= fw::kOutput && region.use != fw::kHeap && region.marks == nullptr;
+    machine.filled->emplace_back(marked ? region.size : 0, 0);
+    if (region.use == fw::kHeap) machine.heap.open(region);
+  }
+  for (const fw::Region& region : machine.regions) {
+    bool written = region.use != fw::kRead && region.use != fw::kHeap;
+    if (machine.reduces && !machine.orders && !machine.global_races) machine.visits.emplace_back(written ? 2 * (region.size / 4 + 1) : 0);
+    bool changes = machine.global_races && written && region.use != fw::kUnset;
+    void* words = changes ? std::calloc(region.size / 4 + 1, sizeof(fw::GlobalWord)) : nullptr;
+    machine.words.emplace_back(static_cast<fw::GlobalWord*>(words));
+  }
 }
 
 // Special registers, in the order of encode.py's SPECIALS.
@@ -234,9 +241,12 @@ extern "C" const char* fw_names() {
 
 // How many findings there are; below 0, -1 less the index of an instruction that is not known: then nothing is run.
 extern "C" int32_t fw_run(const fw_launch* launch) {
-  fw::Machine machine;
+  std::vector<std::unique_ptr<fw::Machine>> machines;
+  machines.push_back(std::make_unique<fw::Machine>());
+  fw::Machine& machine = *machines.front();
   int32_t unknown = decode(*launch, machine);
   if (unknown >= 0) return -1 - unknown;
+  remember(*launch, machine);
   std::fenv_t before;  // whoever was loaded before may have left this thread rounding otherwise
   std::fegetenv(&before);
   std::fesetenv(FE_DFL_ENV);
@@ -247,7 +257,16 @@ extern "C" int32_t fw_run(const fw_launch* launch) {
   grid.order = static_cast<fw::BlockOrder>(launch->order);
   grid.seed = launch->order_seed;
   grid.make = [&](int64_t number) { return make_cluster(*launch, number); };
-  fw::run_grid(machine, grid);
+  auto shared = [](const fw::Region& region) { return region.use == fw::kHeap; };
+  bool alone = std::none_of(machine.regions.begin(), machine.regions.end(), shared);
+  bool apart = alone && !machine.talks && machine.schedule != fw::kRandom && grid.order == fw::kInOrder && launch->races != 2;
+  for (int64_t n = 1; apart && n < std::min<int64_t>(launch->threads, grid.clusters); ++n) {
+    machines.push_back(std::make_unique<fw::Machine>());
+    decode(*launch, *machines.back());
+    machines.back()->filled = machine.filled;
+  }
+  if (machines.size() > 1) fw::run_apart(machines, grid);
+  else fw::run_grid(machine, grid);
   for (int32_t n = 0; n < launch->instructions; ++n) launch->counts[n] = machine.counts[n];
   machine.heap.close();
   int64_t length = machine.printed.size(), shown = std::min<int64_t>(length, launch->printed_room - 8);

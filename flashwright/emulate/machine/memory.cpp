@@ -27,7 +27,7 @@ void Machine::find(const Context& context, FindingKind kind, int lane, uint64_t 
 
 uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes, bool write, int align,
                          int scope, const Accessor* who) {
-  if (address % (align ? align : bytes) != 0) {
+  if ((address & ((align ? align : bytes) - 1)) != 0) {  // powers of two
     find(context, kMisaligned, lane, address);
     return nullptr;
   }
@@ -41,7 +41,7 @@ uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes
       return nullptr;
     }
     if (region.use >= kOutput) {
-      uint8_t* marks = (region.marks != nullptr ? region.marks : filled[n].data()) + offset;
+      uint8_t* marks = (region.marks != nullptr ? region.marks : (*filled)[n].data()) + offset;
       if (write) std::fill_n(marks, bytes, 1);
       else if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
     }
@@ -76,16 +76,20 @@ bool Machine::shared_async(Context& context, Accessor who, uint64_t address, int
   Block& block = *home;
   if (home != context.block) check_visit(context, who, block, given);
   bool unfenced = false;
-  int32_t other = block.touch(who, address, bytes, context.instruction, write, unfenced);
+  int32_t other = shared_races ? block.touch(who, address, bytes, context.instruction, write, unfenced) : -1;
   if (other >= 0) find(context, unfenced ? kProxy : kRace, who.lane, given, other);
   if (!mark(block, address, bytes, write)) find(context, kUnwritten, who.lane, given);
   return true;
 }
 
 uint8_t* Machine::shared(Context& context, int lane, uint64_t address, int bytes, bool write, Strength strength) {
-  if (address % bytes != 0) {
+  if ((address & (bytes - 1)) != 0) {  // a power of two
     find(context, kMisaligned, lane, address);
     return nullptr;
+  }
+  Block& block = *context.block;
+  if (!write && shared_races && strength == kWeak && block.reads_freely(full(context), lane, address, bytes, context.instruction)) {
+    return block.shared.data() + address;
   }
   if (!shared_async(context, accessor(full(context), lane, strength), address, bytes, write)) return nullptr;
   Block* home = home_of(context, address);
@@ -96,7 +100,7 @@ void Machine::check_filled(Context& context, int lane, uint64_t address, int byt
   for (size_t n = 0; n < regions.size(); ++n) {
     const Region& region = regions[n];
     if (region.use != kEmpty || address < region.base || address + bytes > region.base + region.size) continue;
-    const uint8_t* marks = (region.marks != nullptr ? region.marks : filled[n].data()) + (address - region.base);
+    const uint8_t* marks = (region.marks != nullptr ? region.marks : (*filled)[n].data()) + (address - region.base);
     if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
   }
 }

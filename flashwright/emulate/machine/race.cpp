@@ -49,10 +49,6 @@ void Block::start() {
 
 namespace {
 
-// The same byte four times; and the bytes of a word that a mask of four bits names.
-uint32_t repeated(uint32_t byte) { return (byte & 0xff) * 0x01010101u; }
-uint32_t named(uint8_t bytes) { return ((bytes & 0xfu) * 0x00204081u & 0x01010101u) * 0xff; }
-
 bool collides(const Access& before, const Accessor& who, int32_t instruction, uint8_t bytes) {
   if (before.time == 0 || (before.bytes & bytes) == 0) return false;
   if (before.agent != who.agent || who.agent != who.warp) return before.time > Clock::at(who.clock->known, before.agent);
@@ -64,15 +60,7 @@ bool collides(const Access& before, const Accessor& who, int32_t instruction, ui
 
 void note(Access& access, const Accessor& who, int32_t instruction, uint8_t bytes) {
   bool same = access.agent == who.agent && access.time == who.time;
-  uint32_t lanes = repeated(who.lane);
-  if (same) {  // lanes of a warp may each have their own bytes of a word
-    uint32_t mine = named(bytes), others = (access.lanes ^ lanes) & mine & named(access.bytes);
-    lanes = (access.lanes & ~mine) | (lanes & mine);
-    for (uint32_t byte = 0xff; byte != 0 && others != 0; byte <<= 8) {
-      if ((others & byte) != 0) lanes = (lanes & ~byte) | (repeated(kSeveral) & byte);
-    }
-  }
-  access.lanes = lanes;
+  note_lane(access, who.lane, bytes, same);
   uint8_t flags = kVolatileBit | kStrongBit;  // of which all accesses must be, to be a bit of both
   access.bytes = same ? ((access.bytes | bytes) & 0xf) | (access.bytes & bytes & flags) : bytes;
   access.agent = static_cast<int16_t>(who.agent);

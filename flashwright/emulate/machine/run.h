@@ -55,6 +55,11 @@ enum BlockOrder : int32_t { kInOrder, kReversed, kShuffled, kTogether };
 
 struct Counts {
   int64_t executed = 0, lanes = 0, bytes = 0, wavefronts = 0, ideal = 0, sectors = 0, requests = 0, waits = 0;
+
+  void add(const Counts& other) {
+    executed += other.executed, lanes += other.lanes, bytes += other.bytes, wavefronts += other.wavefronts;
+    ideal += other.ideal, sectors += other.sectors, requests += other.requests, waits += other.waits;
+  }
 };
 
 enum Schedule : int32_t { kEager, kLazy, kRandom };
@@ -111,6 +116,23 @@ struct Access {
   uint8_t bytes = 0;   // a bit for each; kVolatileBit for what is in `atomics`, kStrongBit for what is in `reads`
 };
 constexpr uint8_t kVolatileBit = 0x10, kStrongBit = 0x20, kSeveral = 0xfe;
+
+// The same byte four times; and the bytes of a word that a mask of four bits names.
+inline uint32_t repeated(uint32_t byte) { return (byte & 0xff) * 0x01010101u; }
+inline uint32_t named(uint8_t bytes) { return ((bytes & 0xfu) * 0x00204081u & 0x01010101u) * 0xff; }
+
+// Lanes of a warp may each have their own bytes of a word. `same`: whether the access is one with what is noted.
+inline void note_lane(Access& access, int lane, uint8_t bytes, bool same) {
+  uint32_t lanes = repeated(lane);
+  if (same && access.lanes != lanes) {
+    uint32_t mine = named(bytes), others = (access.lanes ^ lanes) & mine & named(access.bytes);
+    lanes = (access.lanes & ~mine) | (lanes & mine);
+    for (uint32_t byte = 0xff; byte != 0 && others != 0; byte <<= 8) {
+      if ((others & byte) != 0) lanes = (lanes & ~byte) | (repeated(kSeveral) & byte);
+    }
+  }
+  access.lanes = lanes;
+}
 
 // Accesses of which one may happen beside another without a race. Volatile ones are strong between warps, but
 // do not order the lanes of a warp.
@@ -306,6 +328,8 @@ struct Block {
   void event();  // somebody may have waited for it
   // Notes an access. The instruction that it collides with, or -1; `unfenced` where only a proxy fence lacks.
   int32_t touch(const Accessor& who, uint64_t address, int bytes, int32_t instruction, bool write, bool& unfenced);
+  // The same for the usual case, a plain read of written bytes that a warp knows of. False: ask `touch`.
+  bool reads_freely(const FullWarp& warp, int lane, uint64_t address, int bytes, int32_t instruction);
 
  private:
   bool is_own(int agent) const;
@@ -333,6 +357,31 @@ struct Cluster {
 
   void start();
 };
+inline bool Block::reads_freely(const FullWarp& warp, int lane, uint64_t address, int bytes, int32_t instruction) {
+  if (address + bytes > shared.size() || !atomics.empty() || !remote_atomics.empty()) return false;
+  uint64_t first = address / 4, end = (address + bytes + 3) / 4;
+  for (uint64_t n = first; n < end; ++n) {
+    const Access& last = writes[n];
+    bool own = last.agent == warp.agent;
+    if (last.time == 0 || (own && last.time >= warp.met && last.lanes != repeated(lane))) return false;
+    if (!own && last.time > Clock::at(warp.clock.known, last.agent)) return false;
+  }
+  for (int n = 0; n < bytes; ++n) {
+    if (written[address + n] == 0) return false;
+  }
+  uint32_t time = warp.clock.known[warp.agent];
+  for (uint64_t n = first; n < end; ++n) {
+    auto mask = static_cast<uint8_t>(bytes >= 4 ? 0xf : ((1u << bytes) - 1) << address % 4);
+    Access& read = reads[n * warps.size() + warp.number];
+    bool same = read.agent == warp.agent && read.time == time;
+    note_lane(read, lane, mask, same);
+    read.bytes = same ? (read.bytes | mask) & 0xf : mask;
+    read.agent = static_cast<int16_t>(warp.agent);
+    read.time = time;
+    read.instruction = instruction;
+  }
+  return true;
+}
 inline void Block::event() { ++cluster->events; }
 inline bool Block::is_own(int agent) const { return agent / static_cast<int>(warps.size()) == rank; }
 void fence(const Machine& machine, const Cluster& cluster, FullWarp& warp, int scope);
@@ -391,7 +440,7 @@ struct Machine {
   std::vector<int32_t> touched;
   std::vector<WgmmaShape> shapes;  // by instruction; empty where there is no wgmma
   std::vector<Region> regions;
-  std::vector<std::vector<uint8_t>> filled;  // of each output: which bytes were written
+  std::shared_ptr<std::vector<std::vector<uint8_t>>> filled;  // of each output: which bytes were written
   // Of each tensor that is written, two for each word: plain accesses and reductions. Empty where none are made (red), or
   // where atom may order blocks.
   std::vector<std::vector<Visit>> visits;
@@ -406,6 +455,8 @@ struct Machine {
   std::vector<std::unique_ptr<GlobalWord, Free>> words;  // of each tensor, if they are looked for
   bool global_races = false;
   Flags flags;  // in global memory
+  bool shared_races = true;
+  bool reduces = false, orders = false, talks = false;  // whether it has `red`, `atom`, any atomic or ordered access
   bool hands_on = false;  // whether threads may tell others something by atomic accesses
   Schedule schedule = kEager;
   bool fine = false;    // whether warps have short turns
@@ -509,6 +560,9 @@ struct Grid {
   std::function<std::unique_ptr<Cluster>(int64_t)> make;
 };
 void run_grid(Machine& machine, const Grid& grid);
+// The same by several threads, each with a machine of its own: clusters that do not talk to each other. What the first
+// machine has then found and counted is what it would have by itself.
+void run_apart(std::vector<std::unique_ptr<Machine>>& machines, const Grid& grid);
 
 void finish(Block& block, FullWarp& warp, Queue& queue, size_t kept);  // all groups but the last ones
 void close(Queue& queue);
