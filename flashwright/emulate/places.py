@@ -356,14 +356,14 @@ def _address(one: Finding, origin: Origin) -> str:
         gap, extent = min(near, key=lambda n: abs(n[0]))
         side = "behind the end of" if gap >= 0 else "before the beginning of"
         return f"byte {abs(gap)} {side} `{extent.name}`"
-    generic = _WINDOWS.get(one.address >> 40)
-    if generic is not None:
-        return f"{generic} address {one.address % (1 << 40):#x}, by a generic address"
-    shared = ".shared" in opcode or "matrix" in opcode
-    shared |= opcode.startswith(("atom", "red")) and one.address < GAP
-    rank = one.address >> 24
+    generic, offset = _WINDOWS.get(one.address >> 40), one.address % (1 << 40)
+    shared = ".shared" in opcode or "matrix" in opcode or generic == "shared"
+    rank = offset >> 24
     if 0 < rank <= 16 and (shared or one.kind in ("race", "unwritten", "barrier")):
-        return f"shared address {one.address & 0xFFFFFF:#x} of rank {rank - 1} of its cluster"
+        return f"shared address {offset & 0xFFFFFF:#x} of rank {rank - 1} of its cluster"
+    if generic is not None:
+        return f"{generic} address {offset:#x}, by a generic address"
+    shared |= opcode.startswith(("atom", "red")) and one.address < GAP
     space = "shared" if shared else "local" if ".local" in opcode else "global"
     return f"{space} address {one.address:#x}"
 

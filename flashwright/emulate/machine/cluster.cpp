@@ -33,7 +33,7 @@ void check_exit(Machine& machine, Block& block) {
   for (const FullWarp& warp : block.warps) all.join(warp.clock);
   for (auto& [agent, last] : block.visitors) {
     if (last.access.time <= Clock::at(all.known, agent)) continue;
-    Warp warp;
+    FullWarp warp;
     warp.number = last.warp;
     Context context{&machine, const_cast<Block*>(last.block), &warp, last.access.instruction, 0};
     machine.find(context, kRace, last.lane, last.address, block.exit, kExited);
