@@ -55,8 +55,10 @@ def _size(**settings: Any) -> Any:
     return typer.Option(metavar="N", min=1, max=LONGEST, show_default=False, **settings)
 
 
-def _own(**settings: Any) -> Any:
-    return typer.Option(show_default=False, rich_help_panel="A kernel of your own", **settings)
+def _own(*names: str, **settings: Any) -> Any:
+    return typer.Option(
+        *names, show_default=False, rich_help_panel="A kernel of your own", **settings
+    )
 
 
 @guarded
@@ -83,6 +85,19 @@ def emulate(
     ] = None,
     shared: Annotated[
         int | None, _own(metavar="BYTES", min=0, help="Dynamic shared memory.")
+    ] = None,
+    cluster: Annotated[
+        str | None, _own(metavar="X[,Y[,Z]]", help="Thread blocks of a cluster.")
+    ] = None,
+    cooperative: Annotated[
+        bool, _own("--cooperative", metavar=" ", help="The kernel synchronises its grid.")
+    ] = False,
+    order: Annotated[
+        str | None,
+        _own(metavar="in-order|reversed|all|random:SEED", help="In which thread blocks begin."),
+    ] = None,
+    races: Annotated[
+        str | None, _own(metavar="none|shared|global", help="Where to find races; default shared.")
     ] = None,
     arch: Annotated[str | None, _own(metavar="sm_NN", help="Default sm_80.")] = None,
     include: Annotated[list[Path] | None, _own(metavar="DIR", help="A folder of headers.")] = None,
@@ -149,6 +164,10 @@ def emulate(
         block=block,
         arguments=tuple(arg or ()),
         shared=shared,
+        cluster=cluster,
+        cooperative=cooperative or None,
+        order=order,
+        races=races,
         arch=arch,
         include=tuple(include or ()),
         define=tuple(define or ()),

@@ -46,6 +46,10 @@ class OwnOptions:
     block: str | None = None
     arguments: Sequence[str] = ()
     shared: int | None = None
+    cluster: str | None = None
+    cooperative: bool | None = None
+    order: str | None = None
+    races: str | None = None
     arch: str | None = None
     include: Sequence[Path] = ()
     define: Sequence[str] = ()
@@ -172,7 +176,7 @@ def _runs(
     from flashwright.emulate.machine import library_file
 
     grid, block = _sizes(options.grid or "", "--grid"), _sizes(options.block or "", "--block")
-    made = [_checked(kernel, options, seed) for _ in schedules]
+    made, blocks = [_checked(kernel, options, seed) for _ in schedules], _together(options)
     runs = []
     with show.progress(f"emulating {file}") as step:
         step(0, len(schedules), "compiling the emulator itself, once")
@@ -181,13 +185,31 @@ def _runs(
             step(number, len(schedules), schedule)
             start = time.monotonic()
             with blaming(file, kernel.text):
-                report = kernel(
-                    grid, block, *given.values, shared=options.shared or 0, schedule=schedule
-                )
+                more = {"shared": options.shared or 0, "schedule": schedule, **blocks}
+                report = kernel(grid, block, *given.values, **more)
             run = _Run(schedule, time.monotonic() - start, report, given)
             _compare(run, kernel, options)
             runs.append(run)
     return runs
+
+
+def _together(options: OwnOptions) -> dict[str, Any]:
+    """How blocks run together, as emulate.launch takes it. Raises BadParameter."""
+    from flashwright.emulate.emulate import order_of, races_of
+
+    found: dict[str, Any] = {"cooperative": bool(options.cooperative)}
+    if options.cluster is not None:
+        found["cluster"] = _sizes(options.cluster, "--cluster")
+    for name, check in (("order", order_of), ("races", races_of)):
+        value = getattr(options, name)
+        if value is None:
+            continue
+        try:
+            check(value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint=f"--{name}") from None
+        found[name] = value
+    return found
 
 
 def _checked(kernel: EmulatedKernel, options: OwnOptions, seed: int) -> GivenArguments:
@@ -300,6 +322,8 @@ def _show(
     out.print(f"{file} on the CPU, by emulation of {target}")
     launch = f"grid {options.grid}, block {options.block}"
     out.print(f"{kernel.signature.shown}, {launch}", soft_wrap=True)
+    if runs[0].report.printed:
+        print(runs[0].report.printed, end="" if runs[0].report.printed.endswith("\n") else "\n")
     out.print(_runs_table(runs))
     if runs[0].given.written:
         out.print(_arrays_table(runs[0]))
@@ -369,6 +393,7 @@ def _record(
                 "seconds": round(run.seconds, 3),
                 "findings": len(run.report.findings),
                 "max_error": run.compared,
+                "printed": run.report.printed,
             }
             for run in runs
         ],

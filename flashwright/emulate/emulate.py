@@ -197,8 +197,7 @@ def launch(
     together = cluster_of(program, grid, cluster)
     check_blocks(program, grid, block, cooperative)
     order_kind, order_seed = order_of(order)
-    if races not in _RACES:
-        raise ValueError(f"no races {races!r}: there are {', '.join(_RACES)}")
+    looked_for = races_of(races)
     blocks = math.prod(grid) if cooperative else RESIDENT if resident is None else resident
     workspace = np.zeros(_WORKSPACE_BYTES, np.uint8)
     kind, seed = schedule_of(schedule)
@@ -241,7 +240,7 @@ def launch(
         resident=max(blocks // math.prod(together), 1),
         order_seed=order_seed,
         workspace=_WORKSPACE if cooperative else 0,
-        races=_RACES.index(races),
+        races=looked_for,
         threads=threads or os.cpu_count() or 1,
         shared_bytes=program.shared + shared,
         local_bytes=program.local,
@@ -315,6 +314,13 @@ def order_of(text: str) -> tuple[int, int]:
     if name == "random" and seed.isdecimal():
         return _ORDERS.index(name), int(seed)
     raise ValueError(f"no order {text!r}: there are in-order, reversed, all and random:SEED")
+
+
+def races_of(text: str) -> int:
+    """Where races are looked for, as a number. Raises ValueError if there is no such place."""
+    if text not in _RACES:
+        raise ValueError(f"no races {text!r}: there are {', '.join(_RACES)}")
+    return _RACES.index(text)
 
 
 def _findings(program: EncodedKernel, count: int, found: Any) -> tuple[Finding, ...]:

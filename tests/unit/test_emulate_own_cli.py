@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -207,3 +208,40 @@ def test_options_of_own_kernels_are_not_for_packages(tmp_path: Path) -> None:
     nowhere = Outcome("emulate", str(tmp_path / "none.cu"))
     assert nowhere.code == 2
     assert "cannot read" in nowhere.err
+
+
+TOGETHER = """
+#include <cooperative_groups.h>
+#include <cstdio>
+__global__ void summed(const int* x, int* part, int* total) {
+  atomicAdd(&part[blockIdx.x], x[blockIdx.x * blockDim.x + threadIdx.x]);
+  cooperative_groups::this_grid().sync();
+  if (blockIdx.x + threadIdx.x == 0) {
+    for (int n = 0; n < gridDim.x; ++n) *total += part[n];
+    printf("the sum is %d\\n", *total);
+  }
+}
+"""
+
+
+@needs_compilers
+def test_blocks_that_run_together_and_what_a_kernel_prints(tmp_path: Path) -> None:
+    file = tmp_path / "together.cu"
+    file.write_text(TOGETHER)
+    arguments = ("x=int32[128]:ones", "part=int32[4]:zeros", "total=int32[1]:zeros")
+    told = [part for one in arguments for part in ("--arg", one)]
+    launch = ("emulate", str(file), "--kernel", "summed", "--grid", "4", "--block", "32", *told)
+    right = Outcome(*launch, "--cooperative", "--races", "global", "--compare", "total=128")
+    assert right.code == 0, right.err
+    assert "the sum is 128" in right.out
+    alone = Outcome(*launch)
+    assert alone.code == 1
+    assert "trap at together.cu:6" in alone.err
+    for words, wrong in (
+        (("--order", "sideways"), "there are in-order, reversed, all and random:SEED"),
+        (("--races", "all"), "there are none, shared, global"),
+        (("--cluster", "3"), "not a whole number of clusters"),
+    ):
+        refused = Outcome(*launch, *words)
+        assert refused.code == 2
+        assert re.search(wrong, said(refused))
