@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from flashwright.build.cache import Cache, digest
-from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.emulate.machine import compile_objects, run_compiler
 
 SOURCES = Path(__file__).parent / "host"
 NAME = "libflashwright_cuda.so"
@@ -39,13 +37,10 @@ def _compile(compiler: str, path: Path) -> None:
         work, made = Path(place, "work"), Path(place, "made")
         work.mkdir()
         made.mkdir()
-        objects = {source: str(work / f"{source.stem}.o") for source in SOURCES.glob("*.cpp")}
-        commands = [[compiler, *FLAGS, "-c", str(s), "-o", o] for s, o in objects.items()]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(_run, commands))
+        objects = compile_objects([compiler, *FLAGS], SOURCES, work)
         library = made / NAME
         linked = ("-ldl", "-lpthread", f"-Wl,-soname,{NAME}")
-        _run([compiler, "-shared", *objects.values(), "-o", str(library), *linked])
+        run_compiler([compiler, "-shared", *objects, "-o", str(library), *linked])
         for file, version in _ASKED.items():
             _link_name(compiler, work, library, made / file, version)
         os.replace(made, path)
@@ -67,14 +62,4 @@ def _link_name(compiler: str, work: Path, library: Path, path: Path, version: st
         f"-Wl,-soname,{path.name}",
     ]
     command += ["-Wl,--no-as-needed", str(library), "-Wl,-rpath,$ORIGIN"]
-    _run([*command, *((f"-Wl,--version-script={script}",) if version else ())])
-
-
-def _run(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError as error:
-        text = f"the emulator needs a C++ compiler: {command[0]}: {error.strerror}"
-        raise Failed(Diagnostic("FW821", text, help="install g++ or clang++, or set CXX")) from None
-    if done.returncode:
-        raise Failed(Diagnostic("FW821", f"the emulator cannot be compiled: {done.stderr[:800]}"))
+    run_compiler([*command, *((f"-Wl,--version-script={script}",) if version else ())])

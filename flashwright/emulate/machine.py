@@ -133,21 +133,28 @@ def _processor() -> str:
 def _compile(compiler: str, path: Path, flags: Sequence[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent) as place:
-        # The largest take longest.
-        sources = sorted(FOLDER.glob("*.cpp"), key=lambda p: p.stat().st_size, reverse=True)
-        objects = [f"{place}/{source.stem}.o" for source in sources]
-        commands = [
-            [compiler, *flags, "-c", str(source), "-o", made]
-            for source, made in zip(sources, objects, strict=True)
-        ]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(_run, commands))
+        objects = compile_objects([compiler, *flags], FOLDER, Path(place))
         linked = f"{place}/machine.so"
-        _run([compiler, "-shared", "-pthread", *objects, "-o", linked])
+        run_compiler([compiler, "-shared", "-pthread", *objects, "-o", linked])
         os.replace(linked, path)
 
 
-def _run(command: list[str]) -> None:
+def compile_objects(command: Sequence[str], folder: Path, place: Path) -> list[str]:
+    """Compile the sources in a folder, several at a time; returns the files at `place`. Raises
+    Failed with FW821."""
+    # The largest take longest.
+    sources = sorted(folder.glob("*.cpp"), key=lambda p: p.stat().st_size, reverse=True)
+    made = [str(place / f"{source.stem}.o") for source in sources]
+    commands = [
+        [*command, "-c", str(source), "-o", one] for source, one in zip(sources, made, strict=True)
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(run_compiler, commands))
+    return made
+
+
+def run_compiler(command: Sequence[str]) -> None:
+    """Run a C++ compiler. Raises Failed with FW821."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:

@@ -27,16 +27,6 @@ int context = 0;     // there is one; only its address matters
 int contexts = 1;    // on the stack of this program
 constexpr int kInvalidContext = 201;
 
-struct Attribute {  // CUlaunchAttribute
-  int id, pad;
-  union {
-    uint32_t size[3];
-    int number;
-    char room[64];
-  };
-};
-constexpr int kCooperative = 2, kCluster = 4;
-
 struct Config {  // CUlaunchConfig
   Dim grid, block;
   unsigned shared;

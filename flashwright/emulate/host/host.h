@@ -197,6 +197,16 @@ int occupancy(Kernel& kernel, int threads, size_t shared);
 // The function of a name in this library, or null.
 void* function(const std::string& name);
 
+struct Attribute {  // CUlaunchAttribute and cudaLaunchAttribute
+  int id, pad;
+  union {
+    uint32_t size[3];
+    int number;
+    char room[64];
+  };
+};
+constexpr int kCooperative = 2, kCluster = 4;
+
 }  // namespace fwh
 
 // Calls of several threads come one after another.

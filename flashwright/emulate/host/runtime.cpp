@@ -40,16 +40,6 @@ struct Copy3 {  // cudaMemcpy3DParms
   int direction;
 };
 
-struct Attribute {  // cudaLaunchAttribute
-  int id, pad;
-  union {
-    uint32_t size[3];
-    int number;
-    char room[64];
-  };
-};
-constexpr int kCooperative = 2, kCluster = 4;
-
 struct Config {  // cudaLaunchConfig_t
   Dim grid, block;
   size_t shared;
