@@ -6,8 +6,9 @@ each query (`random`), with blocks of which each query shares three quarters wit
 (`drifting`), and with those that change as much once in 64 queries (`alike`); the first block and
 the last two are always read. Then compressed blocks, their choice and selected
 blocks together: with random tensors, and with queries that are like their neighbours, so that these
-choose nearly the same (`whole, drifting`). The window is left out, which fla computes by flash-attn. Beside them, our causal
-attention of the same tensors. Results are compared before they are timed.
+choose nearly the same (`whole, drifting`). The window is left out, which fla computes by
+flash-attn. Beside them, our causal attention of the same tensors. Results are compared before they
+are timed.
 """
 
 from __future__ import annotations
