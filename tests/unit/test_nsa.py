@@ -352,7 +352,8 @@ def test_packed_sequences_share_kernels(
         assert (ours.float() - right.float()).norm() < 0.02 * right.float().norm()
 
 
-@pytest.mark.parametrize("heads", [4, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [4, 2])
 def test_packed_sequences_share_what_has_to_do_with_whole_blocks(
     heads: int, on_gpu: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,7 +462,7 @@ def emulated(order: OwnProgram, given: dict[str, Any], dims: dict[str, int], fol
         assert error < 0.01 * np.linalg.norm(right[seen]), name
 
 
-@pytest.mark.parametrize("widths", [(192, 128), (256, 256)])
+@pytest.mark.parametrize("widths", [(192, 128), pytest.param((256, 256), marks=pytest.mark.slow)])
 def test_wide_heads_have_kernels_on_hopper(widths: tuple[int, int]) -> None:
     card, sizes = gpus.find("h200"), dict(zip(("head_dim", "v_dim"), widths, strict=True))
     spec = make_spec("nsa-selected", heads=8, kv_heads=2, dtype="bf16", **sizes)

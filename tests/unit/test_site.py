@@ -24,7 +24,8 @@ def test_the_command_reference_has_every_command_and_option() -> None:
     page = reference.command()
     for command in app.registered_commands:
         assert command.callback is not None
-        assert f"## `flashwright {command.name or command.callback.__name__}`" in page
+        name = command.name or command.callback.__name__.replace("_", "-")
+        assert f"## `flashwright {name}`" in page
     assert "`--window N`" in page
     assert "**Commands**" not in page  # Typer cuts its lines
 
