@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -52,6 +52,11 @@ class Sequences:
         return [0, *accumulate(self.counts)]
 
     @cached_property
+    def bounds(self) -> dict[str, Any]:
+        """Where sequences begin among tokens and among blocks, by the names that kernels have."""
+        return {"startsq": self.tensor(self.starts), "startsk": self.tensor(self.firsts)}
+
+    @cached_property
     def place(self) -> Any:
         """Where each token stands in its sequence."""
         return torch.arange(self.starts[-1], device=self.device) - self.of_tokens(self.starts[:-1])
@@ -87,20 +92,25 @@ def compressed(all_of: Sequences, q: Any, k: Any, v: Any, scale: float) -> tuple
         "q": q[0],
         "k": k[0],
         "v": v[0],
-        "startsq": all_of.tensor(all_of.starts),
-        "startsk": all_of.tensor(all_of.firsts),
+        **all_of.bounds,
         "since": torch.cat([*ends]).to(q.device),
     }
-    (mask,) = parse(f"Compute Mask S where kv_idx * {block} + {block} <= q_idx + 1").body
-    assert isinstance(mask, Compute)
     task = arguments.task(given, arguments.settings_of(scale, False, (-1, -1), 0.0))
     sizes = {"q_len": max(all_of.lengths), "kv_len": max(all_of.counts)}
     sizes["batch"] = len(all_of.lengths)
-    wanted = Wanted(task, Batch(), Mods(mask=mask.where))
+    wanted = Wanted(task, Batch(), _whole_blocks(block))
     check = partial(reference.check, task.spec, given)
     call = PackedCall(wanted, kernel_tensors(given), sizes, check, given, None)
     out, lse = call.run()
     return out[None], lse[None]
+
+
+@cache
+def _whole_blocks(block: int) -> Mods:
+    """The mask of what has ended, as a kernel has it: parsed once, not in each call."""
+    (mask,) = parse(f"Compute Mask S where kv_idx * {block} + {block} <= q_idx + 1").body
+    assert isinstance(mask, Compute)
+    return Mods(mask=mask.where)
 
 
 def blocks(task: Task, all_of: Sequences, choice: Choice, most: int) -> Any:
@@ -127,8 +137,7 @@ def _weights(task: Task, all_of: Sequences, choice: Choice) -> Any:
         "k": choice.means[0].transpose(0, 1),
         "lse": choice.lse[0],
         "own": own_columns(wanted.order, longest, device),
-        "startsq": all_of.tensor(all_of.starts),
-        "startsk": all_of.tensor(all_of.firsts),
+        **all_of.bounds,
     }
     width = torch.arange(-(-max(all_of.counts) // 8) * 8, device=device)
     column = all_of.of_tokens(all_of.firsts[:-1])[:, None] + width
