@@ -57,9 +57,10 @@ class Source:
 
     def view(self, dims: Mapping[str, int]) -> Any:
         """The part of the tensor that a problem of these sizes reads."""
-        part = self.tensor if self.tensor.dim() else self.tensor.reshape(1)
-        if not part.is_floating_point():
-            part = part.int()
+        from flashwright.flex.narrow import narrowed  # here: only calls need PyTorch
+
+        part = narrowed(self.tensor)
+        part = part if part.dim() else part.reshape(1)
         for axis, size in enumerate(self.axes):
             if size in dims and part.shape[axis] > dims[size]:
                 part = part.narrow(axis, 0, dims[size])

@@ -539,6 +539,15 @@ class Sequences:
 
 
 @dataclass(frozen=True)
+class Work:
+    """How much a tile's loops do, where data say it: what is defined for it, and the sum of the
+    loops. The place along the grid's first axis alone decides."""
+
+    defined: tuple[Define, ...]
+    amount: Term
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A kernel: its grid, its statements, and how its register tiles lie."""
 
@@ -550,7 +559,13 @@ class Kernel:
     beside: frozenset[Key] = frozenset()  # register tiles whose columns warpgroups share
     waves: int = 0  # of a group of tiles (plan.py, scheduler_waves)
     sequences: Sequences | None = None  # only tiles of these are visited
+    work: Work | None = None  # the tiles with the most are visited first
     helpers: int = HELPERS  # warps, which fill up the producer's warpgroup and others
+
+    @property
+    def queued(self) -> bool:
+        """Whether thread blocks take the next tile when they are done with one."""
+        return self.sequences is not None or self.work is not None
 
 
 def flat(body: tuple[Statement, ...]) -> Iterator[Statement]:

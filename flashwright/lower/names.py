@@ -32,7 +32,7 @@ _KERNEL = (  # what the printer calls things
     *("Beside", "Mma", "Params", "RowWarps", "Threads", "above", "at", "attention", "column"),
     *("drop", "drops", "exchange", "fw", "group", "logistic", "m", "most", "n", "now", "p"),
     *("reached", "shared", "sum", "visible"),
-    *("tile", "tile_queue", "tiles_taken", "top", "total", "wide_at"),
+    *("tile", "tile_order", "tile_queue", "tiles_taken", "top", "total", "wide_at"),
 )
 EXCHANGE: Key = ("fw_exchange", "shared")
 """Where warpgroups that share rows leave values for each other."""

@@ -25,7 +25,17 @@ from flashwright.lower.names import cpp
 from flashwright.lower.printing.rules import adds_in_lines, in_lines
 from flashwright.lower.targets.swizzle import swizzle_bytes
 from flashwright.lower.targets.tensor_maps import loaded_pieces, tma_optional_tiles
-from flashwright.lower.term import Term, Var, binary, call, integer
+from flashwright.lower.term import (
+    ZERO,
+    Term,
+    Var,
+    binary,
+    call,
+    integer,
+    reads_memory,
+    variables,
+)
+from flashwright.lower.term import Binary as TermBinary
 from flashwright.program.program import Program, Tensor
 from flashwright.program.scalars import NotScalar, Reader, Value, apply, evaluate
 from flashwright.program.vocabulary import DTYPES
@@ -54,7 +64,7 @@ def make_plan(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> Lau
         shared=shared,
         grid=(reduce(_product, counts),) if roles else launch_order(program, counts),
         stays=roles and program.schedule.persistent,
-        counter=kernel.sequences is not None,
+        counter=kernel.queued,
         dims=program.dims,
         tensors=tuple(
             _tensor(t, program, kernel)
@@ -291,6 +301,38 @@ def sequences(program: Program) -> ir.Sequences | None:
                     starts = _starts(seen(first), seen(last), axes[2].name)
                     size = evaluate(rows, program.params)
                     return ir.Sequences(starts, int(size)) if starts else None
+    return None
+
+
+def work_by_data(kernel: ir.Kernel, roles: ir.Roles) -> ir.Work | None:
+    """How much a tile's loops do, if tensors say so and only the place along the grid's first axis
+    decides: then blocks can be sorted by it."""
+    body = roles.producer
+    loops = [n for n in body if isinstance(n, ir.Loop)]
+    amounts = [_iterated(loop) for loop in loops]
+    if not loops or None in amounts:
+        return None
+    amount = reduce(lambda a, b: binary("+", a, b), [a for a in amounts if a is not None])
+    needed, defined = variables(amount), list[ir.Define]()
+    for node in reversed(body):
+        if isinstance(node, ir.Define) and node.name in needed:
+            if node.varies or node.again:
+                return None
+            needed |= variables(node.value) | variables(node.below)
+            defined.append(node)
+    terms = [amount, *(n.value for n in defined)]
+    others = {axis.name for axis in kernel.grid[1:]}
+    inner = {n.name for n in ir.flat(body) if isinstance(n, ir.Define)} - {n.name for n in defined}
+    if not any(map(reads_memory, terms)) or needed & (others | inner | {n.var for n in loops}):
+        return None
+    return ir.Work(tuple(reversed(defined)), amount)
+
+
+def _iterated(loop: ir.Loop) -> Term | None:
+    """The iterations of a loop, or a multiple of them."""
+    match loop.condition:
+        case TermBinary("<", _, end) if loop.var not in variables(end) and loop.low == ZERO:
+            return end
     return None
 
 

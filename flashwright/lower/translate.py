@@ -23,7 +23,7 @@ from flashwright.lower.passes.row_terms import move_row_terms
 from flashwright.lower.passes.specialize_warps import ring_offsets, specialize_warps
 from flashwright.lower.passes.split_columns import left_in_registers, split_tiles
 from flashwright.lower.passes.verify import Verifier, strict
-from flashwright.lower.plan import make_plan, ordered, scheduler_waves, sequences
+from flashwright.lower.plan import make_plan, ordered, scheduler_waves, sequences, work_by_data
 from flashwright.lower.printing.kernel import Printer, helper_warps, register_counts
 from flashwright.lower.report import NOT_AHEAD, UNVERIFIED, Report
 from flashwright.lower.source_map import SourceMap, source_map
@@ -119,7 +119,9 @@ def _prepared(
         waves = scheduler_waves(program, gpu, kernel)
         found = sequences(program) if program.schedule.persistent else None
         helpers = helper_warps(program, roles[1])
+        work = work_by_data(kernel, roles[1]) if program.schedule.persistent else None
         kernel = replace(kernel, waves=waves, sequences=found, helpers=helpers)
+        kernel = replace(kernel, work=work if waves < 0 and found is None else None)
     stages: dict[Key, int] = {k: b.stages for k, b in program.buffers.items()}
     offsets, size = shared_layout(program, stages)
     blocks = _blocks(program, gpu, size, most)

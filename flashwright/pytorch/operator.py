@@ -16,6 +16,7 @@ from flashwright import spec as specs
 from flashwright.build import classes
 from flashwright.build.package import CLASSES, STEPS, inside
 from flashwright.build.reading import CUBIN, PLAN, PTX
+from flashwright.build.steps import StepsKernel
 from flashwright.files import content, sha256
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.pytorch import reference, rules
@@ -25,6 +26,7 @@ from flashwright.spec import AttentionSpec
 
 _NAMESPACE = "flashwright"
 _DIGITS = 12  # of the digest in an operator's name
+_MOST_FORMS = 64  # of calls whose launches are kept ready
 _TAGS = ("pt2_compliant_tag", "needs_exact_strides")
 
 
@@ -252,6 +254,7 @@ class _OnCuda:
     def __init__(self, signature: Signature, package: _Package) -> None:
         self.signature, self.package = signature, package
         self.kernel: Any = None
+        self._bounds: dict[tuple[Any, ...], Bound] = {}
 
     def __call__(self, *arguments: Any) -> Any:
         """All outputs of a launch on the current stream."""
@@ -269,9 +272,26 @@ class _OnCuda:
     def launch(self, arguments: Sequence[Any], all_outputs: bool) -> list[Any]:
         """The same as a list, or the first output alone: the kernel does not store the others."""
         signature, kernel = self.signature, self._loaded()
+        if isinstance(kernel, StepsKernel) and signature.tensors(arguments)[0].numel():
+            return self._ready(arguments, all_outputs)(*signature.tensors(arguments))
         types = signature.types if all_outputs else signature.types[:1]
         found = new_outputs(signature, kernel, arguments, types)
         kernel.launch(*signature.arranged(arguments, found))
+        return found
+
+    def _ready(self, arguments: Sequence[Any], all_outputs: bool) -> Bound:
+        """The launches of several kernels for arguments of these shapes: they take the host long to
+        prepare, and are kept for the next call."""
+        tensors = self.signature.tensors(arguments)
+        shapes = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
+        form = (all_outputs, tensors[0].device, shapes, *arguments[len(tensors) :])
+        found = self._bounds.get(form)
+        if found is None:
+            while len(self._bounds) >= _MOST_FORMS:
+                del self._bounds[next(iter(self._bounds))]
+            count = None if all_outputs else 1
+            found = self.bound(arguments, lambda outputs: outputs[:count])
+            self._bounds[form] = found
         return found
 
 

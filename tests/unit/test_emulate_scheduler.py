@@ -115,7 +115,8 @@ extern "C" __global__ void walk(
   if (threadIdx.x == 0) queue.init(2);
   fw::rings_ready();
   if (threadIdx.x == 64) {
-    fw::TilesToTake<64, fw::Order::%s> tile(p.starts, height, depth, queue, taken);
+    fw::TilesToTake tile(
+        fw::SequenceTiles<64, fw::Order::%s>(p.starts, height, depth), queue, taken);
     while (tile.more()) tile.next();
     return;
   }
@@ -169,3 +170,71 @@ def test_heads_in_groups_are_all_taken() -> None:
     found = walked_sequences("rising", 1, 70, [640, 100])
     assert (found[0, ..., 0] == 2).all()
     assert found[0, :32, :, 1].max() < found[0, 32:, :, 1].min()
+
+
+SORTED = """
+#include <fw/tile_queue.cuh>
+extern "C" __global__ void walk(
+    int* order, int* work, int* taken, int width, int height, int depth) {
+  __shared__ __align__(16) unsigned char memory[fw::TileQueue::bytes + fw::SortedTiles::bytes];
+  fw::TileQueue const queue(memory);
+  auto* const sorted = reinterpret_cast<uint32_t*>(memory + fw::TileQueue::bytes);
+  if (threadIdx.x == 0) queue.init(2);
+  fw::rings_ready();
+  fw::SortedTiles::sort<96>(sorted, width, [&](int x) { return work[x]; });
+  if (threadIdx.x == 64) {
+    fw::TilesToTake tile(fw::SortedTiles(sorted, width, height, depth), queue, taken);
+    while (tile.more()) tile.next();
+  }
+  if (threadIdx.x >= 64) return;
+  int turn = 0;
+  for (fw::TakenTiles tile(queue); tile.more(); tile.next()) {
+    int const place = (tile.z() * height + tile.y()) * width + tile.x();
+    if (threadIdx.x % 32 == 0) atomicAdd(order + 2 * place, 1);
+    if (threadIdx.x == 0) order[2 * place + 1] = gridDim.x * turn + blockIdx.x;
+    ++turn;
+  }
+}
+"""
+
+
+@functools.cache
+def sorting_kernel() -> EmulatedKernel:
+    return flashwright.emulate.kernel(SORTED, arch="sm_90a")
+
+
+def walked_by_work(blocks: int, work: list[int], height: int, depth: int) -> np.ndarray:
+    """For each tile, how many warps have seen it, and in which turn of whom."""
+    found = np.zeros((depth, height, len(work), 2), np.int32)
+    taken, data = np.zeros(1, np.int32), np.array(work, np.int32)
+    done = sorting_kernel()(blocks, 96, found, data, taken, len(work), height, depth)
+    assert done.ok, done
+    return found
+
+
+@needs_compilers
+@pytest.mark.parametrize("work", [[3], [0, 5, 5, 1, 9, 0], [7] * 33, [*range(130)]])
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_tiles_with_the_most_to_do_come_first(work: list[int], blocks: int) -> None:
+    found = walked_by_work(blocks, work, 3, 2)
+    assert (found[..., 0] == 2).all()
+    if blocks == 1 and len(work) > 4:  # one column is a group: four waves of one thread block
+        for column in found[..., 1].reshape(-1, len(work)):
+            ordered = [work[x] for x in np.argsort(column)]
+            assert ordered == sorted(work, reverse=True)
+
+
+@needs_compilers
+def test_columns_of_a_group_are_taken_together() -> None:
+    """Four waves of three thread blocks are four columns of three tiles, then the last two."""
+    found = walked_by_work(3, [1, 3, 2], 3, 2)
+    assert (found[..., 0] == 2).all()
+    turns = found[..., 1].reshape(6, 3)
+    assert turns[:4].max() < turns[4:].max()
+
+
+@needs_compilers
+def test_more_tiles_than_can_be_sorted_stay_as_they_lie() -> None:
+    found = walked_by_work(1, [*range(513)], 2, 1)
+    assert (found[..., 0] == 2).all()
+    assert (np.diff(found[..., 1].ravel()) == 1).all()

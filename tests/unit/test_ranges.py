@@ -91,16 +91,16 @@ def test_tma_ends_where_a_sequence_does() -> None:
 def test_only_tiles_of_sequences_are_visited() -> None:
     def scheduler(text: str) -> str:
         source = translate(checked_program(parse(text)), gpus.find("h200")).source
-        found = re.search(r"fw::((?:TilesToTake|TileScheduler)<[^>]*>)", source)
+        found = re.search(r"fw::((?:SequenceTiles|TileScheduler)<[^>]*>)", source)
         assert found is not None
         return found[1]
 
-    assert scheduler(PACKED) == "TilesToTake<64, fw::Order::rising>"
+    assert scheduler(PACKED) == "SequenceTiles<64, fw::Order::rising>"
     guard = "if block_idx * BM < q_last - q_first"
     named = PACKED.replace(guard, "let length = q_last - q_first\nif block_idx * BM < length")
-    assert scheduler(named) == "TilesToTake<64, fw::Order::rising>"
+    assert scheduler(named) == "SequenceTiles<64, fw::Order::rising>"
     full = re.sub(r"min\((k_last - k_first), .*\) / BN", r"(\1) / BN", PACKED)
-    assert scheduler(full) == "TilesToTake<64, fw::Order::even>"
+    assert scheduler(full) == "SequenceTiles<64, fw::Order::even>"
     for other in ("if q_last - q_first > block_idx * BM", "if block_idx * 64 < q_last - q_first"):
         assert scheduler(PACKED.replace(guard, other)) == "TileScheduler<-1>"
 

@@ -1,5 +1,5 @@
-// The tiles of packed sequences: thread blocks take the next one when they are done. The producer takes them, and hands
-// them to the other warps through a queue in shared memory.
+// Tiles of which data say how long they take: thread blocks take the next one when they are done. The producer takes
+// them, and hands them to the other warps through a queue in shared memory.
 #pragma once
 
 #include <fw/global.cuh>
@@ -58,6 +58,65 @@ struct SequenceTiles {
   __device__ int z() const { return sequence; }
 };
 
+// The tiles of the whole grid, where data say how long those along x take, and those along y and z take as long. The
+// longest come first, in groups of columns, so that those that read the same keys run together. Each thread block sorts
+// them at its beginning, with all its threads; where there are more than `most` of them, they stay as they lie.
+struct SortedTiles {
+  static constexpr int most = 512, bytes = 4 * most, waves = 4;
+  uint32_t const* const order;
+  int const width, height, columns;
+  int const many;  // columns of a group
+  int tile = 0;
+
+  __device__ SortedTiles(uint32_t const* order, int width, int height = 1, int depth = 1)
+      : order(order),
+        width(width),
+        height(height),
+        columns(height * depth),
+        many(width > most ? 1 : max(1, waves * static_cast<int>(gridDim.x) / max(width, 1))) {}
+
+  // `work(x)`: how long the tiles there take. Each comes behind those that take longer.
+  template <int Threads, class Work>
+  __device__ static void sort(uint32_t* order, int width, Work const& work) {
+    if (width > most) return;
+    constexpr int own = (most + Threads - 1) / Threads;
+    int const padded = (width + 3) / 4 * 4;
+    uint32_t keys[own];
+    int behind[own];
+    for (int n = 0; n < own; ++n) {
+      int const x = threadIdx.x + n * Threads;
+      keys[n] = x < width ? static_cast<uint32_t>(min(max(work(x), 0), (1 << 22) - 1)) * most + (most - 1 - x) : 0;
+      if (x < padded) order[x] = keys[n];
+      behind[n] = 0;
+    }
+    __syncthreads();
+    for (int i = 0; i < padded; i += 4) {
+      uint4 const four = *reinterpret_cast<uint4 const*>(order + i);
+      for (int n = 0; n < own; ++n) {
+        behind[n] += (four.x > keys[n]) + (four.y > keys[n]) + (four.z > keys[n]) + (four.w > keys[n]);
+      }
+    }
+    __syncthreads();
+    for (int n = 0; n < own; ++n) {
+      int const x = threadIdx.x + n * Threads;
+      if (x < width) order[behind[n]] = x;
+    }
+    __syncthreads();
+  }
+
+  __device__ bool more() const { return tile < width * columns; }
+  __device__ void find(int number) { tile = number; }
+
+  __device__ int first() const { return tile / (many * width) * many; }
+  __device__ int place() const { return tile % (many * width); }
+  __device__ int heads() const { return min(many, columns - first()); }
+  __device__ int column() const { return first() + place() % heads(); }
+
+  __device__ int x() const { return width > most ? place() : order[place() / heads()]; }
+  __device__ int y() const { return column() % height; }
+  __device__ int z() const { return column() / height; }
+};
+
 // How the producer tells the other warps which tiles are theirs: a ring of places in shared memory.
 struct TileQueue {
   static constexpr int stages = 2, bytes = Ring<stages>::bytes + 16 * stages;
@@ -90,18 +149,18 @@ struct TileQueue {
   }
 };
 
-// The producer's way through the tiles of sequences: its thread block takes the next one as soon as it has asked for
-// all that the last one reads. How long tiles take is for data to say, so that no order shared out beforehand is fair.
-// `taken` counts the tiles beyond the first ones; it is read a tile ahead, since the answer takes its time.
-template <int Rows, Order order = Order::even>
+// The producer's way through them: its thread block takes the next one as soon as it has asked for all that the last one
+// reads. How long tiles take is for data to say, so that no order shared out beforehand is fair. `taken` counts the tiles
+// beyond the first ones; it is read a tile ahead, since the answer takes its time.
+template <class Tiles>
 struct TilesToTake {
-  SequenceTiles<Rows, order> tiles;
+  Tiles tiles;
   TileQueue queue;
   int* const taken;
   int upcoming;
 
-  __device__ TilesToTake(Global<int, 1> const& starts, int height, int depth, TileQueue queue, int* taken)
-      : tiles(starts, height, depth), queue(queue), taken(taken), upcoming(atomicAdd(taken, 1)) {
+  __device__ TilesToTake(Tiles tiles, TileQueue queue, int* taken)
+      : tiles(tiles), queue(queue), taken(taken), upcoming(atomicAdd(taken, 1)) {
     take(blockIdx.x);
   }
 

@@ -27,6 +27,7 @@ from flashwright.lower.printing.cpp import text
 from flashwright.lower.printing.local_products import local_products
 from flashwright.lower.printing.rules import RULES, Context, Lines
 from flashwright.lower.targets.atoms import CPP_TYPES, atom
+from flashwright.lower.targets.shared_memory import QUEUE
 from flashwright.lower.term import ZERO, real, variables
 from flashwright.program.program import Buffer, Key, Program, Tensor
 from flashwright.program.vocabulary import DTYPES, SCHEDULE_PARAMS
@@ -180,7 +181,7 @@ class Printer:
             sizes = ", ".join(format_expr(a.size) for a in tensor.axes)
             kind = f"fw::Global<{CPP_TYPES[tensor.dtype]}, {len(tensor.axes)}>"
             yield f"  {kind} {cpp(tensor.name)};  // ({sizes})"
-        if self.kernel.sequences is not None:
+        if self.kernel.queued:
             yield f"  int* {COUNTER};  // by thread blocks, beyond their first ones"
         yield f"  int {', '.join(map(cpp, self.program.dims))};"
         yield "};"
@@ -208,8 +209,11 @@ class Printer:
                 page.write(self._declare(key, buffer), _lines(buffer.declared), 1)
         for tensor in self._in_pages():
             page.write([self._rows_of_a_page(tensor)], _lines(tensor.declared), 1)
-        if self.kernel.sequences is not None:
+        if self.kernel.queued:
             page.write([f"fw::TileQueue const tile_queue(shared + {self.queue});"], None, 1)
+        if self.kernel.work is not None:
+            place = f"reinterpret_cast<uint32_t*>(shared + {self.queue + QUEUE})"
+            page.write([f"auto* const tile_order = {place};"], None, 1)
         if not self.rings:
             page.write(self._turns(), None, 1)
             self._places(page, used)
@@ -252,10 +256,13 @@ class Printer:
             page.write([f"bool const {by_tma(key)} = {' && '.join(given)};"], None, 1)
         page.write(["if (threadIdx.x == 0) {"], None, 1)
         page.write([f"{ring_name(key)}.init({self._users(key)});" for key in self.rings], None, 2)
-        if self.kernel.sequences is not None:
+        if self.kernel.queued:
             helpers = f" + {self.context.helpers}" if node.helpers else ""
             page.write([f"tile_queue.init(Warps{helpers});"], None, 2)
-        page.write(["}", "fw::rings_ready();", "", "if (threadIdx.x >= 32 * Warps) {"], None, 1)
+        page.write(["}", "fw::rings_ready();", ""], None, 1)
+        if self.kernel.work is not None:
+            self._sorting(page, self.kernel.work)
+        page.write(["if (threadIdx.x >= 32 * Warps) {"], None, 1)
         if producer:
             page.write([f"fw::dealloc_registers<{producer}>();"], None, 2)
         page.write(["if (fw::is_producer<Warps>()) {"], None, 2)
@@ -287,6 +294,18 @@ class Printer:
         self._places(page, consumers.names)
         page.write(["int const group = fw::warpgroup();"], None, 1)
         page.add(consumers)
+
+    def _sorting(self, page: Page, work: ir.Work) -> None:
+        """The order of tiles of which data say how much there is to do."""
+        axis = self.kernel.grid[0]
+        given = f"tile_order, {text(axis.count)}, [&](int {axis.name}) {{"
+        title = "// The tiles with the most to do come first."
+        page.write([title, f"fw::SortedTiles::sort<Threads>({given}"], None, 1)
+        if axis.low != ZERO:
+            page.write([f"{axis.name} += {text(axis.low)};"], None, 2)
+        self._body(page, work.defined, 2)
+        page.write([f"return {text(work.amount)};"], None, 2)
+        page.write(["});", ""], None, 1)
 
     def _users(self, key: Key) -> str:
         """The arguments of a ring's init: its consumer warps, and its producer warps where TMA does
@@ -437,11 +456,16 @@ def tile_loop(kernel: ir.Kernel, producer: bool = False) -> str:
     counts = [text(axis.count) for axis in kernel.grid]
     first = ", true" if kernel.waves > 0 and kernel.grid[0].longest == "first" else ""
     kind = f"TileScheduler<{kernel.waves}{first}>"
-    if kernel.sequences is not None and producer:
-        order = {None: "even", "last": "rising", "first": "falling"}[kernel.grid[0].longest]
-        kind = f"TilesToTake<{kernel.sequences.rows}, fw::Order::{order}>"
-        counts = [f"p.{cpp(kernel.sequences.starts)}", *counts[1:], "tile_queue", f"p.{COUNTER}"]
-    elif kernel.sequences is not None:
+    if kernel.queued and producer:
+        if kernel.sequences is not None:
+            order = {None: "even", "last": "rising", "first": "falling"}[kernel.grid[0].longest]
+            tiles = f"SequenceTiles<{kernel.sequences.rows}, fw::Order::{order}>"
+            counts[0] = f"p.{cpp(kernel.sequences.starts)}"
+        else:
+            tiles, counts = "SortedTiles", ["tile_order", *counts]
+        taken = f"fw::{tiles}({', '.join(counts)})"
+        kind, counts = "TilesToTake", [taken, "tile_queue", f"p.{COUNTER}"]
+    elif kernel.queued:
         kind, counts = "TakenTiles", ["tile_queue"]
     return f"for (fw::{kind} tile({', '.join(counts)}); tile.more(); tile.next())"
 
@@ -473,7 +497,7 @@ def _by_work(program: Program, kernel: ir.Kernel, roles: ir.Roles) -> Mapping[in
         return REGISTERS_STAGING
     if _reads_table(roles) or (roles.helpers and _wide(program, roles.helpers)):
         return REGISTERS_STAGING
-    if roles.helpers or kernel.sequences is not None:
+    if roles.helpers or kernel.queued:
         return REGISTERS_HELPED
     return REGISTERS_WIDE if _wide(program, roles.producer) else REGISTERS
 

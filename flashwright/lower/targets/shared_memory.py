@@ -16,6 +16,7 @@ from flashwright.program.program import Buffer, Key, Program
 
 BARRIERS = 16  # bytes, for each stage of a ring
 QUEUE = 64  # bytes of a TileQueue: device/fw/tile_queue.cuh
+ORDER = 2048  # of SortedTiles
 EPILOGUE_OF_A_WARP, ALIGNED = 2048, 1024  # bytes: device/fw/epilogue.cuh
 
 
@@ -74,17 +75,20 @@ def with_queue(
 ) -> tuple[ir.Kernel, int]:
     """The kernel, and where in shared memory its queue of tiles ends, if it has one. Without room
     for it, it goes through the whole grid, and the report says so."""
-    if kernel.sequences is None:
+    if not kernel.queued:
         return kernel, begin
-    if begin + QUEUE <= gpu.shared_per_block:
-        return kernel, begin + QUEUE
+    needed = QUEUE + (ORDER if kernel.work is not None else 0)
+    if begin + needed <= gpu.shared_per_block:
+        return kernel, begin + needed
+    tiles = "tiles of packed sequences" if kernel.sequences else "tiles of which data decide"
     text = (
-        f"tiles of packed sequences are not taken from a queue: {gpu.shared_per_block - begin} "
-        f"bytes of shared memory are left, and it needs {QUEUE}"
+        f"{tiles} are not taken from a queue: {gpu.shared_per_block - begin} bytes of shared "
+        f"memory are left, and it needs {needed}"
     )
-    line = next(s.span.line for s in program.tree.body if isinstance(s, If))
+    guards = [s for s in program.tree.body if isinstance(s, If)]
+    line = (guards if kernel.sequences else program.outer_loops)[0].span.line
     report.remark(NO_QUEUE, text, (line, line), "fewer stages leave more")
-    return replace(kernel, sequences=None), begin
+    return replace(kernel, sequences=None, work=None), begin
 
 
 def epilogue_offset(
