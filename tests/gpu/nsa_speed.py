@@ -25,8 +25,9 @@ from tests.gpu.backward_speed import Call, line, mean, times
 HEADS, KV_HEADS, WIDTH, BLOCKS, BLOCK = 64, 4, 128, 16, 64
 FORWARD, BACKWARD = (4096, 8192, 16384, 32768, 65536), (4096, 8192, 16384)
 LIMIT = 1e-2
-OTHERS = 0.1
-"""The same where each library chooses the blocks: rounding decides between those that are near."""
+OTHERS = 0.2
+"""The same where each library chooses the blocks: rounding decides between those that are near, of
+which long sequences have more. `flashwright bench --table 9` checks the choice by itself."""
 
 
 def blocks_of(tokens: int, kind: str) -> Any:
