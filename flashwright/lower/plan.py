@@ -25,17 +25,19 @@ from flashwright.lower.names import cpp
 from flashwright.lower.printing.rules import adds_in_lines, in_lines
 from flashwright.lower.targets.swizzle import swizzle_bytes
 from flashwright.lower.targets.tensor_maps import loaded_pieces, tma_optional_tiles
+from flashwright.lower.term import Binary as TermBinary
 from flashwright.lower.term import (
-    ZERO,
     Term,
     Var,
     binary,
     call,
     integer,
+    minus,
+    plus,
     reads_memory,
+    substitute,
     variables,
 )
-from flashwright.lower.term import Binary as TermBinary
 from flashwright.program.program import Program, Tensor
 from flashwright.program.scalars import NotScalar, Reader, Value, apply, evaluate
 from flashwright.program.vocabulary import DTYPES
@@ -312,7 +314,7 @@ def work_by_data(kernel: ir.Kernel, roles: ir.Roles) -> ir.Work | None:
     amounts = [_iterated(loop) for loop in loops]
     if not loops or None in amounts:
         return None
-    amount = reduce(lambda a, b: binary("+", a, b), [a for a in amounts if a is not None])
+    amount = reduce(plus, [a for a in amounts if a is not None])
     needed, defined = variables(amount), list[ir.Define]()
     for node in reversed(body):
         if isinstance(node, ir.Define) and node.name in needed:
@@ -331,8 +333,8 @@ def work_by_data(kernel: ir.Kernel, roles: ir.Roles) -> ir.Work | None:
 def _iterated(loop: ir.Loop) -> Term | None:
     """The iterations of a loop, or a multiple of them."""
     match loop.condition:
-        case TermBinary("<", _, end) if loop.var not in variables(end) and loop.low == ZERO:
-            return end
+        case TermBinary("<", place, end) if loop.var not in variables(end):
+            return minus(end, substitute(place, {loop.var: loop.low}))
     return None
 
 
