@@ -51,6 +51,13 @@ def read_request(variant: str, options: Mapping[str, Any], reference: str | None
     return _with_reference(Request(spec, summary, variant), reference)
 
 
+def request_of(spec: AttentionSpec, base: Path) -> Request:
+    """The request of a spec whose reference is relative to a folder."""
+    reference = None if spec.reference is None else str(base / spec.reference)
+    alone = spec.model_copy(update={"reference": None})
+    return _with_reference(Request(alone, spec.variant), reference)
+
+
 def _with_reference(request: Request, reference: str | None) -> Request:
     """The request with a reference, named relative to the package, and tried on a small problem."""
     if reference is None:
