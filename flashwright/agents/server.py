@@ -32,6 +32,8 @@ Then: write_file a program and its spec (a .toml file of the same name), check, 
 emulate, and submit, which judges the kernel and makes the package. Paths are relative to the
 workspace.
 """
+BULKY = ("spec", "picture")
+"""The parts of a command's report that an agent does not get."""
 LONGEST = 30_000
 """Characters of a text that a tool returns."""
 
@@ -315,6 +317,7 @@ class Tools:
         findings = [*ended.diagnostics]
         if result is not None:
             findings += result.pop("diagnostics", [])
+            result = {name: value for name, value in result.items() if name not in BULKY}
             output = ""
         code = ended.code
         if code is None:

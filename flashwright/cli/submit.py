@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashwright.cli.asked import Request, request_of
+from flashwright.cli.asked import Request, with_reference
 from flashwright.cli.command import (
     AllowSpills,
     find_gpu,
@@ -80,7 +80,9 @@ def _request(file: str, option: str | None) -> Request:
         text = f"nothing says what {shown_name(file)} should compute"
         hint = f"write {Path(file).with_suffix('.toml')} (docs/language.md), or give --spec"
         raise Failed(Diagnostic("FW857", text, help=hint))
-    return request_of(*found)
+    meant, base = found
+    alone = Request(meant.model_copy(update={"reference": None}), meant.variant)
+    return with_reference(alone, str(base / meant.reference)) if meant.reference else alone
 
 
 def _authors(name: str, source: str, folder: Path, request: Request) -> Authors:
