@@ -29,12 +29,12 @@ class Workspace:
     """A folder, and the paths in it. Every method raises Failed (FW006) for a path outside."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            self.root = folder.resolve(strict=True)
-        except OSError as error:
-            raise cannot("use", folder, error) from None
+        self.root = folder.resolve()
         if not self.root.is_dir():
-            raise cannot("use", folder, NotADirectoryError(20, "Not a directory"))
+            text = f"{folder}, which is to be the workspace, is not a folder"
+            raise Failed(
+                Diagnostic("FW001", text, help="make it, or give another: --workspace DIR")
+            )
 
     def confine(self) -> bool:
         """Let this process and its children write here, to the caches and to temporary files only.
