@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashwright.cli.command import variant_spec
+from flashwright.files import cannot
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 if TYPE_CHECKING:
@@ -52,20 +53,32 @@ def read_request(variant: str, options: Mapping[str, Any], reference: str | None
 
 
 def _with_reference(request: Request, reference: str | None) -> Request:
-    """The request with a reference, named relative to the package, and tried on a small problem."""
+    """The request with a reference, tried on a small problem."""
     if reference is None:
         return request
+    from flashwright.spec import BadSpec
+
+    try:
+        made = with_reference(request, reference)
+        _try_out(reference, request.spec)
+    except BadSpec as error:
+        raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
+    return made
+
+
+def with_reference(request: Request, reference: str) -> Request:
+    """The request with a reference, `FILE.py` or `FILE.py:function`: the package has it beside its
+    spec. Raises BadSpec."""
     from flashwright.judge.reference import split
-    from flashwright.spec import AttentionSpec, BadSpec
+    from flashwright.spec import AttentionSpec
 
     file, function = split(reference)
     name = Path(file).name + (f":{function}" if function else "")
+    spec = AttentionSpec.make(**{**request.spec.model_dump(), "reference": name})
     try:
-        spec = AttentionSpec.make(**{**request.spec.model_dump(), "reference": name})
-        _try_out(reference, request.spec)
         text = Path(file).read_bytes()
-    except BadSpec as error:
-        raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
+    except OSError as error:
+        raise cannot("read", Path(file), error) from None
     return replace(request, spec=spec, reference=text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TextIO
 
 import typer
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from flashwright.program.program import Program
     from flashwright.spec import AttentionSpec
 
+MESSAGES = "FLASHWRIGHT_MESSAGES"
+"""Set to json: diagnostics and progress go to stderr as JSON, an object on each line."""
 FINE, WRONG, BAD_INPUT, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 70, 130, 141
 
 P = ParamSpec("P")
@@ -88,12 +91,32 @@ def guarded(command: Callable[P, int]) -> Callable[P, None]:
 
 def tell(diagnostics: Sequence[Diagnostic], filename: str, source: str) -> int:
     """Print diagnostics to stderr. Returns their exit code."""
-    from flashwright.lang.render import terminal
-
-    if diagnostics:
-        text = terminal(diagnostics, source, filename, colored(sys.stderr))
-        print(text, end="", file=sys.stderr)
+    show_diagnostics(diagnostics, filename, source, sys.stderr)
     return exit_code(diagnostics)
+
+
+def show_diagnostics(
+    diagnostics: Sequence[Diagnostic], filename: str, source: str, stream: TextIO
+) -> None:
+    """Print diagnostics for a reader; with FLASHWRIGHT_MESSAGES=json as a message on stderr."""
+    from flashwright.lang import render
+
+    if not diagnostics:
+        return
+    if messages_as_json():
+        send(diagnostics=json.loads(render.as_json(diagnostics, filename)))
+    else:
+        print(render.terminal(diagnostics, source, filename, colored(stream)), end="", file=stream)
+
+
+def messages_as_json() -> bool:
+    """Whether diagnostics and progress are for a program: a JSON object on each line of stderr."""
+    return os.environ.get(MESSAGES) == "json"
+
+
+def send(**message: Any) -> None:
+    """Write a message for the program that started the command."""
+    print(json.dumps(message), file=sys.stderr, flush=True)
 
 
 def exit_code(diagnostics: Sequence[Diagnostic]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from flashwright.author.llm.line import Limits
     from flashwright.generate.by_model.ask import Authors
     from flashwright.generate.by_model.speed import SpeedGoal
+    from flashwright.generate.pipeline import Stage
     from flashwright.generate.state import Run
     from flashwright.gpu import Gpu
 
@@ -256,7 +257,7 @@ def generate(
     limits = read_limits(reply_timeout, minutes)
     model_options = _ModelOptions(base_url, limits, candidates, *budget, bounded_grammar, *speed)
     authors = _authors(names, model_options, folder, request)
-    settings = _RunSettings(until, allow_spills, all_problems, quiet)
+    settings = RunSettings(until, allow_spills, all_problems, quiet)
     if authors is None:
         _tell_replaced(request, card, folder)
         return _generate(request, card, folder, settings, None)
@@ -271,7 +272,7 @@ def generate(
 
 
 @dataclass(frozen=True)
-class _RunSettings:
+class RunSettings:
     """The options for how far a run goes and what it prints."""
 
     until: Until
@@ -417,27 +418,27 @@ def _worst(run: Run) -> str:
     return f"largest rms error {max(verdict.worst for verdict in run.verdicts.values()):.1e}"
 
 
-def _generate(
+def make(
     request: Request,
     card: Gpu,
     folder: Path,
-    settings: _RunSettings,
+    settings: RunSettings,
     authors: Authors | None,
-) -> int:
-    from flashwright.build.package import COMPILED
+    plan: Sequence[Stage] | None = None,
+) -> Run:
+    """Run the stages, and show them and what is wrong. Other stages than the usual: `plan`."""
     from flashwright.cli.screen import GenerateScreen
     from flashwright.cli.show import console
     from flashwright.generate import pipeline
-    from flashwright.generate.folder import finished
 
     screen = GenerateScreen(console(quiet=settings.quiet))
     screen.header(request.summary, request.spec, card)
-    had_kernel = finished(folder) and (folder / COMPILED[0]).is_file()
     try:
         run = pipeline.generate(
             *(request.spec, card, folder, screen, authors),
             last=settings.last,
             reference=request.reference,
+            plan=plan,
             allow_spills=settings.allow_spills,
             all_problems=settings.all_problems,
         )
@@ -448,6 +449,17 @@ def _generate(
             name = finding.file or "command line"
             tell([finding.diagnostic], name, run.artefacts.get(finding.file, ""))
     screen.closing(run, str(folder))
+    return run
+
+
+def _generate(
+    request: Request, card: Gpu, folder: Path, settings: RunSettings, authors: Authors | None
+) -> int:
+    from flashwright.build.package import COMPILED
+    from flashwright.generate.folder import finished
+
+    had_kernel = finished(folder) and (folder / COMPILED[0]).is_file()
+    run = make(request, card, folder, settings, authors)
     if settings.quiet and run.ok and run.verdicts:
         rest = "" if run.built else "; not compiled"
         print(f"{folder}: agrees with fp64, {_worst(run)}; {run.headline}{rest}")
@@ -455,9 +467,15 @@ def _generate(
     if had_kernel and not run.built:
         text = "had a compiled kernel, which this run has replaced without making another"
         print(f"{folder} {text}", file=sys.stderr)
+    if run.unreached is not None:
+        print(_not_reached(run), file=sys.stderr)
+    return code_of(run)
+
+
+def code_of(run: Run) -> int:
+    """The exit code of a run."""
     if run.unreached is None:
         return FINE
-    print(_not_reached(run), file=sys.stderr)
     # What a model wrote into a file is not the user's bad input.
     own = [f.diagnostic for f in run.failed if not (run.asked and f.file)]
     return max(WRONG, exit_code(own))

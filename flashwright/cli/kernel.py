@@ -19,13 +19,14 @@ from flashwright.cli.command import (
     AllowSpills,
     Blamed,
     blaming,
-    colored,
     exit_code,
     find_gpu,
     guarded,
     load_kernels,
     load_program,
     load_spec,
+    messages_as_json,
+    show_diagnostics,
     shown_name,
     tell,
 )
@@ -239,8 +240,10 @@ def _compiled(
 
 @contextmanager
 def _spinner() -> Iterator[None]:
-    """Shows a progress bar in a terminal while nvcc runs."""
-    if not sys.stderr.isatty():  # a script, or a build from the cache: rich would cost 0.1 s
+    """Shows progress while nvcc runs, in a terminal or to a program."""
+    if not (
+        sys.stderr.isatty() or messages_as_json()
+    ):  # a script, or a build from the cache: rich would cost 0.1 s
         yield
         return
     from flashwright.cli import show
@@ -319,16 +322,13 @@ def _tell_schedule(
     stream: TextIO | None = None,
 ) -> None:
     """Print the schedule of the kernel and the notes on missed optimizations."""
-    from flashwright.lang.render import terminal
     from flashwright.lower.report import notes
 
     if made.report is None:
         return
     stream = stream or sys.stdout
     print(f"{card.name}: {made.report.in_words()}", file=stream)
-    found = notes(made.report, source, program.tree)
-    if found:
-        print(terminal(found, source, name, colored(stream)), end="", file=stream)
+    show_diagnostics(notes(made.report, source, program.tree), name, source, stream)
 
 
 # --- words ------------------------------------------------------------------------------------

@@ -27,12 +27,14 @@ from flashwright.cli import (
     grad,
     grammar,
     kernel,
+    mcp,
     receipt,
     replay,
     report,
     rewrite,
     selftest,
     study,
+    submit,
     tune,
     verify,
     warm,
@@ -41,13 +43,14 @@ from flashwright.cli.command import (
     FINE,
     WRONG,
     blaming,
-    colored,
     exit_code,
     find_gpu,
     flag,
     guarded,
+    messages_as_json,
     own_dims,
     read_source,
+    show_diagnostics,
     shown_name,
     write_source,
 )
@@ -238,8 +241,9 @@ def _report(
     elif format is CheckFormat.MODEL:
         print(render.for_model(told, source), end="", file=stream)
     else:
-        if told:
-            print(render.terminal(told, source, name, colored(stream)), file=stream)
+        show_diagnostics(told, name, source, stream)
+        if told and not messages_as_json():
+            print(file=stream)
         print(_summary(diagnostics, name, verdict, card), file=stream)
         if translation.line:
             print(translation.line, file=stream)
@@ -390,6 +394,7 @@ def gpus() -> int:
 for part in (
     *(
         generate,
+        submit,
         kernel,
         grad,
         rewrite,
@@ -401,7 +406,7 @@ for part in (
         bench,
         tune,
     ),
-    *(receipt, report, export, warm, study, fuzz, grammar, explain_mod),
+    *(receipt, report, export, mcp, warm, study, fuzz, grammar, explain_mod),
 ):
     part.register(app)
 

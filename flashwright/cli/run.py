@@ -63,14 +63,13 @@ def run(options: RunOptions, spec: str | None) -> int:
 def _run_and_compare(
     kernels: Kernels, source: str, spec: AttentionSpec, base: Path, options: RunOptions
 ) -> int:
+    from flashwright.cli import show
+
+    with show.progress(f"running {options.name}") as step:
+        verdict = _judged(kernels, spec, base, options, step)
     if options.as_json:
-        verdict = _judged(kernels, spec, base, options)
         _print_json(options, verdict.ok, verdict.diagnostics, verdict, spec)
     else:
-        from flashwright.cli import show
-
-        with show.progress(f"running {options.name}") as step:
-            verdict = _judged(kernels, spec, base, options, step)
         out = show.console()
         out.print(f"{options.name} against fp64: {spec.in_words}")
         out.print(show.cases_table(verdict))

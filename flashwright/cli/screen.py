@@ -16,6 +16,7 @@ from rich.text import Text
 from flashwright.author.builtin.reasoning import classes_in_words
 from flashwright.build.package import OWN, inside
 from flashwright.check.budget import in_words as budget_in_words
+from flashwright.cli.command import messages_as_json, send
 from flashwright.cli.kernel import build_in_words, launch_in_words
 from flashwright.generate.folder import DERIVED
 from flashwright.generate.pipeline import Stage, claimed, not_claimed
@@ -49,7 +50,7 @@ class GenerateScreen:
     def __init__(self, out: Console) -> None:
         self.out = out
         self.tick, self.cross = ("✓", "✗") if out.encoding.startswith("utf") else ("ok", "--")
-        self.number = ""
+        self.number, self.title = "", ""
         self.bar: Progress | None = None
 
     def header(self, summary: str, spec: AttentionSpec, gpu: Gpu) -> None:
@@ -70,6 +71,9 @@ class GenerateScreen:
     def begin(self, stage: Stage, number: int, total: int) -> None:
         """Begin a stage: a bar in a terminal, else a heading."""
         self.number = f"{number}/{total}"
+        self.title = stage.title
+        if messages_as_json():
+            send(progress=f"{self.number} {stage.title}")
         if not self.out.is_terminal:
             self.out.print(f"\n{self.number}  {stage.title}")
             return
@@ -78,7 +82,9 @@ class GenerateScreen:
         self.bar.start()
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """Update the bar of the present stage."""
+        """Update the bar of the present stage, or send a message to a program."""
+        if messages_as_json():
+            send(progress=f"{self.number} {self.title}: {text} ({done} of {total})")
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=done, total=total, what=text)
 

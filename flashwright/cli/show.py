@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
+from flashwright.cli.command import messages_as_json, send
 from flashwright.lang.recover import STATEMENTS
 
 if TYPE_CHECKING:
@@ -233,7 +234,10 @@ def markdown(text: str) -> Markdown:
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Shows a bar on stderr; nothing without a terminal."""
+    """Shows a bar on stderr; nothing without a terminal, or messages for a program."""
+    if messages_as_json():
+        yield lambda done, total, text: send(progress=f"{text} ({done} of {total})")
+        return
     err = Console(stderr=True, highlight=False)
     if not err.is_terminal:
         yield lambda done, total, text: None

@@ -218,6 +218,9 @@ STAGES: tuple[Stage, ...] = (
     ),
 )
 
+WITHOUT_SKETCH = tuple(stage for stage in STAGES if stage.name != "sketch")
+"""The stages of a run whose author begins with the code."""
+
 IMPROVE = Stage(
     "improve",
     "Improve: faster, and still right?",

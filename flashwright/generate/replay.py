@@ -118,10 +118,10 @@ def _links(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if Path(folder, name).is_symlink()]
 
 
-def _plan(recorded: Path) -> list[pipeline.Stage]:
+def _plan(recorded: Path) -> tuple[pipeline.Stage, ...]:
     """The stages: a run without a sketch, as studies have them, is repeated without one."""
     sketched = not (recorded / RESULT).is_file() or "sketch.tl" in digests(recorded / RESULT)
-    return [stage for stage in pipeline.STAGES if sketched or stage.name != "sketch"]
+    return pipeline.STAGES if sketched else pipeline.WITHOUT_SKETCH
 
 
 def _improved(recorded: Path) -> bool:

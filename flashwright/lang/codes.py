@@ -24,6 +24,7 @@ CODES: dict[str, Code] = {
     "FW003": Code("the file is too large", bad_input=True),
     "FW004": Code("nested too deeply, or a statement is too long", bad_input=True),
     "FW005": Code("there is no TL in this file", bad_input=True),
+    "FW006": Code("a path outside of the workspace", bad_input=True),
     # syntax
     "FW101": Code("syntax error in a statement"),
     "FW102": Code("unknown statement keyword"),

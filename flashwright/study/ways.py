@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashwright.generate.by_model.ask import Authors
-from flashwright.generate.pipeline import STAGES, Stage
+from flashwright.generate.pipeline import STAGES, WITHOUT_SKETCH, Stage
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.study import direct, pytorch
 
@@ -39,7 +39,7 @@ def _usual(authors: Authors) -> Sequence[Stage]:
 
 
 def _without_sketch(authors: Authors) -> Sequence[Stage]:
-    return [stage for stage in STAGES if stage.name != "sketch"]
+    return WITHOUT_SKETCH
 
 
 _EVERY = tuple(LEVELS)

@@ -18,6 +18,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted([*DOCS.glob("*.md"), *DOCS.glob("howto/*.md"), *DOCS.glob("reference/*.md")]),
     DOCS / "results" / "README.md",
+    *sorted((ROOT / "flashwright" / "agents" / "skills").glob("*/*.md")),
 ]
 FENCE = re.compile(r"^```tl\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
