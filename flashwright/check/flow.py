@@ -7,13 +7,13 @@ multiples, a single position, more queries than keys, and one long enough for ev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.format import format_expr
-from flashwright.lang.nodes import Comment, Copy, Name, statements
+from flashwright.lang.nodes import Comment, Copy, Name, expressions, statements
 from flashwright.program.program import Program, Tensor
 from flashwright.program.scalars import NotScalar, evaluate, whole
 from flashwright.program.vocabulary import PREDEFINED_DIMS
@@ -23,6 +23,7 @@ from flashwright.semantics.worlds import (
     OF_SIZES,
     OF_SUMS,
     World,
+    deciding,
     equally_long,
     is_length,
     resized,
@@ -38,7 +39,7 @@ THOROUGH = 1
 
 def check_flow(program: Program, given: Mapping[str, int]) -> Iterator[Diagnostic]:
     """Findings of the first problem that shows any; `given` are dims whose sizes are known."""
-    small = list(problems(program, given))
+    small = list(_different(program, problems(program, given)))
     for number, dims in enumerate((*small, *_stretched(program, small, given))):
         try:
             findings = _on_problem(program, dims, number < THOROUGH)
@@ -54,6 +55,22 @@ def check_flow(program: Program, given: Mapping[str, int]) -> Iterator[Diagnosti
         if findings:
             yield from findings
             return
+
+
+def _different(program: Program, sized: Iterable[dict[str, int]]) -> Iterator[dict[str, int]]:
+    """The problems without those that differ from an earlier one only in sizes that the program
+    does not name. What is assumed of the caller's data depends on all sizes."""
+    if deciding(program) or program.ranges:
+        yield from sized
+        return
+    parts = (e for stmt in statements(program.tree.body) for e in expressions(stmt))
+    named = {e.id for e in parts if isinstance(e, Name)}
+    seen = set()
+    for dims in sized:
+        key = tuple((name, size) for name, size in sorted(dims.items()) if name in named)
+        if key not in seen:
+            seen.add(key)
+            yield dims
 
 
 def _on_problem(program: Program, dims: dict[str, int], thorough: bool) -> list[Diagnostic]:

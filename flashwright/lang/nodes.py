@@ -350,14 +350,18 @@ def statements(body: tuple[Statement, ...]) -> Iterator[Statement]:
             yield from statements(stmt.orelse)
 
 
-def expressions(node: object) -> list[Expr]:
+def expressions(node: object) -> tuple[Expr, ...]:
     """Every expression below a node, the node itself included, outermost first.
 
-    Bodies of loops and branches are not entered: they are statements of their own.
+    Bodies of loops and branches are not entered: they are statements of their own. A node does not
+    change, so its expressions are collected once and stay with it.
     """
-    found: list[Expr] = []
-    _gather(node, found)
-    return found
+    known: tuple[Expr, ...] | None = node.__dict__.get("_expressions")
+    if known is None:
+        found: list[Expr] = []
+        _gather(node, found)
+        known = node.__dict__["_expressions"] = tuple(found)
+    return known
 
 
 def value_names(expr: Expr) -> Iterator[Name]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import cache
 
 from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Transpose, Unary
 
@@ -35,6 +36,7 @@ MOST_DIGITS = 300
 """Of a literal that stays exact: Python refuses to read some thousands of them."""
 
 
+@cache
 def number(text: str) -> Scalar:
     """The value of a literal: decimals stay exact, exponents become floats."""
     if len(text) > MOST_DIGITS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from flashwright.lang.diagnostic import Label
@@ -20,6 +20,24 @@ from flashwright.semantics.state import Region, State
 from flashwright.semantics.tiles import Frame, Place, Tile, Where, together
 
 
+@dataclass(frozen=True)
+class _OnAxis:
+    """What a Copy does along one axis of its tensor, the same in all thread blocks."""
+
+    axis: TensorAxis
+    coord: Coord | None
+    dim: str
+    tiled: int | None
+    """The size of the tile along the axis, if it has one."""
+    in_pages: bool
+    """Whether the tile's rows lie along it, in pages."""
+    group: int
+    page: bool
+    """Whether it is the axis of pages, or of what holds them."""
+    chosen: bool
+    part: bool
+
+
 class Copies:
     """Executes Copy statements for a machine."""
 
@@ -28,6 +46,7 @@ class Copies:
         self.values = values
         self.sums = values.sums
         self.program = machine.program
+        self._known: dict[int, list[_OnAxis]] = {}
         self._whole: dict[tuple[str, Region], list[tuple[Copy, Tile]]] = {}
         """Sums that are complete, stored where other parts of the same sum may be."""
 
@@ -74,16 +93,13 @@ class Copies:
         self, stmt: Copy, tensor: Tensor, shape: tuple[int, ...]
     ) -> tuple[list[Where], dict[str, Place]]:
         """Where the tile lies on every axis of the tensor, and its fixed coordinates by axis."""
-        coords = {c.axis.id: c for c in stmt.coords or ()}
         places: list[Where] = []
         at: dict[str, Place] = {}
-        first_tiled = len(tensor.axes) - len(shape)
-        for position, axis in enumerate(tensor.axes):
-            tiled = position >= first_tiled
-            size = shape[position - first_tiled] if tiled else 1
-            coord = coords.get(axis.label)
-            dim = self.machine.identity(self.program.positions_of(axis.size, coord))
-            if coord is not None and Name(PAGE) in expressions(coord.value):
+        if id(stmt) not in self._known:
+            self._known[id(stmt)] = [*self._on_axes(stmt, tensor, shape)]
+        for on in self._known[id(stmt)]:
+            axis, coord, dim = on.axis, on.coord, on.dim
+            if on.page and coord is not None:
                 if self.program.page_axis(stmt) is None:
                     at[f"the pages along {axis.label}"] = self._pages(coord, stmt, tensor)
                 elif coord.within is not None:
@@ -91,23 +107,40 @@ class Copies:
                     at[f"the range of {dim}"] = Place(first or 0, tensor.name, stmt)
                 places.append(Where(axis.label, 0, 1, 1, axis.label, tensor.name, stmt))
                 continue
-            in_pages = position == first_tiled and self.program.paged(stmt)
-            if in_pages:
+            if on.in_pages:
                 first, extent = self._range_of_pages(coord, tensor, axis, stmt)
             else:
                 first, extent = self._range(coord, tensor, axis)
-            start = self._start(coord, size if tiled else None, extent, tensor, axis, stmt)
-            chosen = coord is not None and self.program.chosen(coord.value)
-            label = "L" if in_pages else axis.label  # positions, whatever the letter
-            where = Where(dim, start, size, extent, label, tensor.name, stmt, chosen)
-            grouped = in_pages and self.program.page_axis(stmt) is not None
-            group = self.machine.extent(axis.size) if grouped else 0
-            places.append(replace(where, first=first, group=group))
-            if not tiled and not self._part(coord, axis):
-                at[dim] = Place(start, tensor.name, stmt, chosen)
+            start = self._start(coord, on.tiled, extent, tensor, axis, stmt)
+            label = "L" if on.in_pages else axis.label  # positions, whatever the letter
+            origin = (label, tensor.name, stmt, on.chosen)
+            size = on.tiled or 1
+            places.append(Where(dim, start, size, extent, *origin, first=first, group=on.group))
+            if on.tiled is None and not on.part:
+                at[dim] = Place(start, tensor.name, stmt, on.chosen)
             if first is not None:
                 at[f"the range of {dim}"] = Place(first, tensor.name, stmt)
         return places, at
+
+    def _on_axes(self, stmt: Copy, tensor: Tensor, shape: tuple[int, ...]) -> Iterator[_OnAxis]:
+        """What a Copy does along each axis of its tensor."""
+        coords = {c.axis.id: c for c in stmt.coords or ()}
+        first_tiled = len(tensor.axes) - len(shape)
+        for position, axis in enumerate(tensor.axes):
+            coord = coords.get(axis.label)
+            in_pages = position == first_tiled and self.program.paged(stmt)
+            grouped = in_pages and self.program.page_axis(stmt) is not None
+            yield _OnAxis(
+                axis,
+                coord,
+                self.machine.identity(self.program.positions_of(axis.size, coord)),
+                shape[position - first_tiled] if position >= first_tiled else None,
+                in_pages,
+                self.machine.extent(axis.size) if grouped else 0,
+                page=coord is not None and Name(PAGE) in expressions(coord.value),
+                chosen=coord is not None and self.program.chosen(coord.value),
+                part=self._part(coord, axis),
+            )
 
     def _part(self, coord: Coord | None, axis: TensorAxis) -> bool:
         """Whether an axis has a fixed number of parts and the program's text says which one: tiles

@@ -60,6 +60,7 @@ class Expressions:
         self.program = machine.program
         self.sums = sums
         self._opposites: dict[int, Unary] = {}
+        self._copied: dict[Key, bool] = {}
         self.misused = False  # already reported: a computation on a reshaped operand
 
     def key(self, name: Name) -> Key:
@@ -251,8 +252,13 @@ class Expressions:
         if not isinstance(arg, Name):
             return False
         key = self.key(arg)
-        writers = [s for s in statements(self.program.tree.body) if key in self.program.writes(s)]
-        return all(isinstance(s, Copy) and s.source == "global" for s in writers)
+        if key not in self._copied:
+            writers = (
+                s for s in statements(self.program.tree.body) if key in self.program.writes(s)
+            )
+            copied = all(isinstance(s, Copy) and s.source == "global" for s in writers)
+            self._copied[key] = copied
+        return self._copied[key]
 
     def _position(self, name: Name, frame: Frame) -> Tile:
         axis = axis_of(name.id, frame.axes)

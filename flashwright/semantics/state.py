@@ -117,6 +117,8 @@ class State:
         self.elements: dict[str, list[tuple[Value, ...]]] = {}
         self.assumed: dict[str, int] = {}  # elements of the caller's tensors, by how they are read
         self._changed: dict[int, list[Key | None]] = {}
+        self._extents: dict[Expr, int] = {}
+        self._identities: dict[Expr, str] = {}
 
     def begin(self, block: Mapping[str, int]) -> None:
         """Start a thread block at these coordinates of the grid, with empty buffers."""
@@ -215,15 +217,18 @@ class State:
 
     def extent(self, size: Expr) -> int:
         """The length of an axis in the present problem."""
-        value = whole(evaluate(size, self.base()))
-        return 0 if value is None else value
+        if size not in self._extents:
+            self._extents[size] = whole(evaluate(size, self.base())) or 0
+        return self._extents[size]
 
     def identity(self, size: Expr) -> str:
         """The identity of an axis: the value of a fixed size, the name of any other."""
-        try:
-            return str(evaluate(size, self.program.params))
-        except NotScalar:
-            return format_expr(size)
+        if size not in self._identities:
+            try:
+                self._identities[size] = str(evaluate(size, self.program.params))
+            except NotScalar:
+                self._identities[size] = format_expr(size)
+        return self._identities[size]
 
     def offset(self, tensor: Tensor) -> int | None:
         """The offset of a view in the caller's memory, in elements."""
