@@ -40,9 +40,13 @@ class Use:
 
 def use(program: Program, gpu: Gpu) -> Use:
     """Shared memory per block in bytes, and registers per thread (an estimate)."""
-    shared = sum(b.bytes * b.stages for b in _in(program, "shared"))
     most, _ = _most_live(program, gpu)
-    return Use(shared, gpu.registers(most, program.warps))
+    return Use(shared_bytes(program), gpu.registers(most, program.warps))
+
+
+def shared_bytes(program: Program) -> int:
+    """Bytes of shared memory per block."""
+    return sum(b.bytes * b.stages for b in _in(program, "shared"))
 
 
 def in_words(program: Program, gpu: Gpu) -> str:
@@ -72,7 +76,7 @@ def _most_live(program: Program, gpu: Gpu) -> tuple[int, Moment | None]:
     most, where = 0, None
     apart = set() if gpu.reshape_in_place else _operands_apart(program)
     for moment in moments(program):
-        need = factor + sum(_register_bytes(program.buffers[key]) for key in moment.tiles)
+        need = factor + sum(register_bytes(program.buffers[key]) for key in moment.tiles)
         stmt = moment.stmt
         if isinstance(stmt, Reshape) and not stmt.target and id(stmt) in apart:
             key = program.tile(stmt.name)
@@ -104,11 +108,11 @@ def _rescale_factor(program: Program) -> int:
     from the Softmax to the GEMM that accumulates."""
     steps = (s for s in statements(program.tree.body) if isinstance(s, Compute) and s.rescale)
     states = [program.tile(step.state[0]) for step in steps if step.state]
-    return max((_register_bytes(program.buffers[key]) for key in states if key), default=0)
+    return max((register_bytes(program.buffers[key]) for key in states if key), default=0)
 
 
-def _register_bytes(buffer: Buffer) -> int:
-    """The bytes of a tile over the whole block; four threads hold each element of a vector."""
+def register_bytes(buffer: Buffer) -> int:
+    """The bytes of a register tile over a block; four threads hold each element of a vector."""
     return buffer.bytes * (4 if len(buffer.shape) == 1 else 1)
 
 

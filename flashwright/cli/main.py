@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib import resources
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,6 +26,7 @@ from flashwright.cli import (
     grad,
     grammar,
     kernel,
+    lsp,
     mcp,
     receipt,
     replay,
@@ -54,7 +54,7 @@ from flashwright.cli.command import (
     shown_name,
     write_source,
 )
-from flashwright.lang.codes import CODES
+from flashwright.lang.codes import CODES, page_of
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.version import __version__
 
@@ -62,8 +62,6 @@ if TYPE_CHECKING:
     from flashwright.check.check import Checked
     from flashwright.gpu import Gpu
     from flashwright.program.program import Program
-
-FIX_ROUNDS = 10  # a fix may uncover the next error; more rounds than this are a bug
 
 app = typer.Typer(
     add_completion=False,
@@ -201,21 +199,20 @@ def _fixed(
     card: Gpu | None,
 ) -> tuple[str, Sequence[Diagnostic], Checked | None]:
     """Apply fixes until none is left. Returns the new text and its remaining diagnostics."""
-    from flashwright.lang.fix import apply
+    from flashwright.lang.fix import apply_all
 
-    total, first = 0, source
-    for _ in range(FIX_ROUNDS):
-        mended, count = apply(source, diagnostics)
-        if not count or mended == source:
-            break
-        source, total = mended, total + count
-        diagnostics, verdict = _checked(source, card, file)
+    def check(text: str) -> Sequence[Diagnostic]:
+        nonlocal diagnostics, verdict
+        diagnostics, verdict = _checked(text, card, file)
+        return diagnostics
+
+    mended, total = apply_all(source, diagnostics, check)
     if file == "-":
-        print(source, end="")
-    elif source != first:
-        write_source(file, source)
+        print(mended, end="")
+    elif mended != source:
+        write_source(file, mended)
     print(f"{shown_name(file)}: {total} fix{'' if total == 1 else 'es'} applied", file=sys.stderr)
-    return source, diagnostics, verdict
+    return mended, diagnostics, verdict
 
 
 def _report(
@@ -350,8 +347,7 @@ def explain(
         out.print(show.pairs_table(("code", "means"), ((c, e.title) for c, e in CODES.items())))
         return FINE
     known = _code(code)
-    page = resources.files("flashwright.lang") / "explain" / f"{known}.md"
-    out.print(show.markdown(page.read_text(encoding="utf-8")))
+    out.print(show.markdown(page_of(known).read_text(encoding="utf-8")))
     return FINE
 
 
@@ -406,7 +402,7 @@ for part in (
         bench,
         tune,
     ),
-    *(receipt, report, export, mcp, warm, study, fuzz, grammar, explain_mod),
+    *(receipt, report, export, lsp, mcp, warm, study, fuzz, grammar, explain_mod),
 ):
     part.register(app)
 

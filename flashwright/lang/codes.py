@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Severity = Literal["error", "warning", "note"]
@@ -175,7 +176,14 @@ CODES: dict[str, Code] = {
     "FW913": Code("the budget is used up"),
     "FW914": Code("invalid budget", bad_input=True),
     "FW915": Code("the record cannot be replayed", bad_input=True),
+    # this machine
+    "FW931": Code("an optional package is missing", bad_input=True),
 }
 
 MACHINE = frozenset({"FW001", "FW821", "FW851"})
 """Errors of this machine, which no new attempt can mend: a disk, a compiler or a GPU is missing."""
+
+
+def page_of(code: str) -> Path:
+    """The file with the long form of a code."""
+    return Path(__file__).with_name("explain") / f"{code}.md"

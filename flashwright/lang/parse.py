@@ -76,6 +76,15 @@ def parse(source: str) -> Tree:
     return _Reader(source).run()
 
 
+def retype(tok: Tok, following: Tok | None, machine: Machine) -> None:
+    """Set the type of a word whose meaning depends on context: verbs, and keywords as names."""
+    if tok.type in SOFT and not machine.accepts(tok.type):
+        tok.type = "NAME"
+    operand = following is not None and following.type in _OPERANDS
+    if tok.type == "NAME" and operand and machine.accepts("VERB"):
+        tok.type = "VERB"
+
+
 @dataclass
 class _Block:
     """An open block (the first one is the file)."""
@@ -164,7 +173,8 @@ class _Reader:
         keyword, fed, depth, prefixes = self.items[words[0]], 1, 0, 0
         for n in words[1:]:
             tok = self.items[n]
-            self._retype(n)
+            following = next((t for t in self.items[n + 1 : n + 9] if t.type != "COMMENT"), None)
+            retype(tok, following, self.machine)
             if not self.machine.accepts(tok.type):
                 if tok.first and self.machine.between_statements():
                     self._attempt(keyword)
@@ -204,16 +214,6 @@ class _Reader:
             return after
         self._report(recover.unexpected(following, keyword, self.machine.accepts)[0])
         return self._resume(after - 1)
-
-    def _retype(self, n: int) -> None:
-        """Set the type of words whose meaning depends on context: verbs, and keywords as names."""
-        tok = self.items[n]
-        if tok.type in SOFT and not self.machine.accepts(tok.type):
-            tok.type = "NAME"
-        following = next((t for t in self.items[n + 1 : n + 9] if t.type != "COMMENT"), None)
-        operand = following is not None and following.type in _OPERANDS
-        if tok.type == "NAME" and operand and self.machine.accepts("VERB"):
-            tok.type = "VERB"
 
     def _abandon(self, keyword: Tok, mark: int) -> None:
         """Roll a wrong statement back. A block keeps a header, so that its `end` matches."""

@@ -28,7 +28,8 @@ STATEMENTS = {
     "ELSE": "else",
     "END": "end",
 }
-_FORMS = {
+# How each of them is written.
+FORMS = {
     "PARAM": "param BM = 128",
     "DIM": "dim top_k",
     "LET": "let kv_head = floor(head_idx / 4)",
@@ -40,7 +41,8 @@ _FORMS = {
     "FOR": "for i = 0:N ... end",
     "IF": "if i < N - 1 ... end",
 }
-_WORDS = {
+# The other words of the grammar, and the clauses that two words begin.
+WORDS = {
     "IN": "in",
     "COORDINATE": "coordinate",
     "AS": "as",
@@ -63,7 +65,7 @@ _WORDS = {
     "STRIDED": "strided",
     "TURN": "turn",
 }
-_CLAUSES = {
+CLAUSES = {
     "AND_GET": "and get",
     "AND_ACCUMULATE": "and accumulate",
     "AND_RESCALE": "and rescale",
@@ -137,7 +139,7 @@ def expected(accepts: Callable[[str], bool]) -> str:
         words.append("a value" if value else "a name")
     if accepts("LPAR") and not value and not operator:
         words.append("`(`")
-    for table in (_SIGNS, _WORDS, _CLAUSES):
+    for table in (_SIGNS, WORDS, CLAUSES):
         words += [f"`{word}`" for kind, word in table.items() if accepts(kind)]
     if operator:  # after a name, `[` would only make it an index
         words = [word for word in words if word != "`[`"]
@@ -149,7 +151,7 @@ def expected(accepts: Callable[[str], bool]) -> str:
 
 
 def _form(keyword: Tok) -> str | None:
-    form = _FORMS.get(keyword.type)
+    form = FORMS.get(keyword.type)
     return f"it is written like this: {form}" if form else None
 
 
@@ -171,7 +173,7 @@ def unexpected(
             message = f"expected {wanted}, but {shown(tok)} is a word of TL and cannot be a name"
             return replace(plain, message=message), None
         return plain, None
-    words = {word: kind for kind, word in _WORDS.items() if accepts(kind)}
+    words = {word: kind for kind, word in WORDS.items() if accepts(kind)}
     found = guess(tok.text, words)
     if found is None:
         return plain, None
