@@ -56,7 +56,7 @@ def check(
     """Check a sketch or code, and with a GPU also its budgets and instructions. `dims` are the
     sizes that a spec gives to the program's own dims. A `part` is one kernel of a program that was
     checked as a whole."""
-    found = [*check_operations(tree), *check_copies(tree, gpu)]
+    found = _words(tree, gpu)
     if tree.level == "sketch":
         from flashwright.check.sketch import check_sketch
 
@@ -67,12 +67,17 @@ def check(
         shown = [] if part else [*_outside(one.kernels)]
         return _verdict("code", [*one.diagnostics, *shown], one.kernels) if shown else one
     found += check_shared(tree, parts)
-    checked = [_kernel(part, gpu, dims or {}, []) for part in parts]
+    checked = [_kernel(part, gpu, dims or {}, _words(part, gpu)) for part in parts]
     found += [d for one in checked for d in one.diagnostics]
     programs = tuple(p for one in checked for p in one.kernels)
     if len(programs) == len(parts):
         found += [*check_between(programs), *_outside(programs)]
     return _verdict("code", found, programs)
+
+
+def _words(tree: Tree, gpu: Gpu | None) -> list[Diagnostic]:
+    """Findings about statements by themselves: their operations, operands and spaces."""
+    return [*check_operations(tree), *check_copies(tree, gpu)]
 
 
 def _outside(programs: Sequence[Program]) -> Iterator[Diagnostic]:

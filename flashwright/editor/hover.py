@@ -10,12 +10,12 @@ from flashwright.check.names import Names
 from flashwright.check.shapes import show
 from flashwright.editor.analysis import Analysis, Known
 from flashwright.editor.names import Meant, meant
-from flashwright.editor.places import word_at
+from flashwright.editor.places import span_of, word_at
 from flashwright.lang.codes import page_of
 from flashwright.lang.format import format_coord, format_expr, format_stmt
 from flashwright.lang.nodes import Grid, Num, Param, Span, Statement
 from flashwright.lang.recover import FORMS, STATEMENTS
-from flashwright.program.program import Buffer, Tensor
+from flashwright.program.program import Buffer, Key, Tensor
 from flashwright.program.vocabulary import (
     ARITHMETIC,
     DTYPES,
@@ -78,12 +78,7 @@ def hover(analysis: Analysis, text: str, offset: int) -> Hover | None:
     shown = [part for part in parts if part]
     if not shown or (word is None and not text[offset : offset + 1].strip()):
         return None
-    return Hover("\n\n---\n\n".join(shown), word or Span(offset, offset + 1, *_at(text, offset)))
-
-
-def _at(text: str, offset: int) -> tuple[int, int, int, int]:
-    line, column = text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
-    return line, column, line, column + 1
+    return Hover("\n\n---\n\n".join(shown), word or span_of(text, offset, offset + 1))
 
 
 def _in_words(known: Known | None, text: str, word: Span) -> str:
@@ -163,7 +158,7 @@ def _at_statement(buffer: Buffer, known: Known, stmt: Statement | None) -> Tile 
     """What is known of a tile behind a statement; else when it is last written."""
     key = (buffer.name, buffer.space)
     line = stmt.span.line if stmt is not None else None
-    last: Mapping[object, Tile] = {}
+    last: Mapping[Key, Tile] = {}
     for seen, tiles in known.tiles:
         if key in tiles and tiles[key].shape == buffer.shape:
             last = tiles

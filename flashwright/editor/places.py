@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 
-from flashwright.lang.nodes import NOWHERE, Span
+from flashwright.lang.nodes import Span
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 def span_of(text: str, start: int, end: int) -> Span:
-    """The span of a stretch of one line."""
-    line = text.count("\n", 0, start) + 1
-    before = text.rfind("\n", 0, start) + 1
-    return Span(start, end, line, start - before + 1, line, end - before + 1)
+    """The span of a stretch of a text."""
+    return Span(start, end, *_line_and_column(text, start), *_line_and_column(text, end))
+
+
+def _line_and_column(text: str, offset: int) -> tuple[int, int]:
+    return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
 
 
 def offset_of(text: str, line: int, column: int) -> int:
@@ -44,9 +46,3 @@ def word_at(text: str, offset: int) -> Span | None:
         if match.start() <= offset <= match.end():
             return span_of(text, match.start(), match.end())
     return None
-
-
-def whole(text: str) -> Span:
-    """The span of a whole text."""
-    line, last = text.count("\n") + 1, len(text) - (text.rfind("\n") + 1)
-    return Span(0, len(text), NOWHERE.line, NOWHERE.column, line, last + 1)

@@ -83,7 +83,7 @@ def _only_place(program: Program, stmt: tl.Statement, block: tl.Name, size: tl.N
     elif isinstance(stmt, tl.If):
         places, others = [stmt.cond], []
     else:
-        others = tl.expressions(stmt)
+        others = [*tl.expressions(stmt)]
     start: dict[tl.Expr, tl.Expr] = {tl.Binary("*", block, size): tl.Num("0")}
     left_over = {e for p in places for e in tl.expressions(substituted(p, start))}
     return not {block, size} & {*left_over, *others}

@@ -140,6 +140,11 @@ def test_what_no_kernel_uses_is_told() -> None:
     assert [(d.code, d.message) for d in found] == [("FW203", "`Spare` is not used by any kernel")]
 
 
+def test_a_wrong_statement_of_one_kernel_does_not_run() -> None:
+    found = checked(("Compute dQsum * Scale and get dQ_register", "Compute dQsum")).errors
+    assert ("FW205", "the result has no target") in [(d.code, d.message) for d in found]
+
+
 def test_commands() -> None:
     run = CliRunner().invoke
     told = run(app, ["check", str(BACKWARD), "--gpu", "a100"]).output
