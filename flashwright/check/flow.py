@@ -120,7 +120,8 @@ def _causes(findings: list[Diagnostic]) -> list[Diagnostic]:
 
 
 def problems(program: Program, given: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Small problems that expose mistakes, as sizes of all dims."""
+    """Small problems that expose mistakes, as sizes of all dims. That of several heads has two
+    tiles on each axis, the last one ragged."""
     rows, cols = _tile_size(program, "q_len"), _tile_size(program, "kv_len")
     few = {"batch": 2, "heads": 4, "kv_heads": 2}
     one = {"batch": 1, "heads": 1, "kv_heads": 1}
@@ -138,8 +139,10 @@ def problems(program: Program, given: Mapping[str, int]) -> Iterator[dict[str, i
     if reach:
         lengths.append((one, rows + 3, reach + 3 * cols + 1))
     alike = set(equally_long(program))
+    two_tiles = {d: size + 1 for d in program.dims if (size := _tile_size(program, d)) > 1}
     for heads, q_len, kv_len in lengths:
-        dims = {**others, **given, **heads, "q_len": q_len, "kv_len": kv_len}
+        own = {**others, **(two_tiles if heads is few else {}), **given}
+        dims = {**own, **heads, "q_len": q_len, "kv_len": kv_len}
         for length, longest in program.longest_ranges.items():
             # all ranges but one are as long as the longest
             if isinstance(length, Name) and length.id != longest:

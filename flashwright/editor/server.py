@@ -7,8 +7,9 @@ then only the last text is checked. Hover and completion do not wait: they use w
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ from flashwright.lang.nodes import Span, Tree
 from flashwright.lang.parse import parse
 from flashwright.version import __version__
 
+Handler = Callable[[Any], Awaitable[Any]]
 Sizes = Callable[[Tree, str], Mapping[str, int]]
 """The sizes that the spec beside a file gives to its program's own dims."""
 
@@ -96,7 +98,7 @@ class Server(LanguageServer):
         return document.analysis
 
     async def _check(self, uri: str, document: Document) -> None:
-        while document.changed:
+        while document.changed and self.documents.get(uri) is document:
             document.changed = False
             try:
                 await self._check_once(uri, document)
@@ -110,14 +112,15 @@ class Server(LanguageServer):
         analysis = await self.in_thread(
             lambda: analyse(text, self.gpu, lambda tree: self.sizes(tree, path), before)
         )
-        if document.changed:
-            return
+        if document.changed or self.documents.get(uri) is not document:
+            return  # the text is another one by now, or the file is closed
         document.analysis = analysis
         self._publish(uri, version, analysis)
         gpu = self.gpu
         if gpu is not None and analysis.programs:
             noted = await self.in_thread(lambda: analysis.with_notes(gpu))
-            if not document.changed and len(noted.diagnostics) > len(analysis.diagnostics):
+            present = not document.changed and self.documents.get(uri) is document
+            if present and len(noted.diagnostics) > len(analysis.diagnostics):
                 document.analysis = noted
                 self._publish(uri, version, noted)
 
@@ -126,8 +129,6 @@ class Server(LanguageServer):
         return await asyncio.get_running_loop().run_in_executor(self.checker, work)
 
     def _publish(self, uri: str, version: int | None, analysis: Analysis) -> None:
-        if uri not in self.documents:
-            return  # closed in the meantime
         found = [self.diagnostic(uri, analysis.text, d) for d in analysis.diagnostics]
         params = types.PublishDiagnosticsParams(uri=uri, version=version, diagnostics=found)
         self.text_document_publish_diagnostics(params)
@@ -138,6 +139,23 @@ class Server(LanguageServer):
         message = f"{text} {type(error).__name__}: {str(error)[:500]}"
         params = types.LogMessageParams(type=types.MessageType.Error, message=message)
         self.window_log_message(params)
+
+    def answers(self, request: str, options: Any = None) -> Callable[[Handler], Handler]:
+        """Register the handler of a request. If it raises, which is a bug, the answer is empty."""
+
+        def register(handler: Handler) -> Handler:
+            @functools.wraps(handler)
+            async def safe(params: Any) -> Any:
+                try:
+                    return await handler(params)
+                except Exception as error:
+                    self.confess(error)
+                    return None
+
+            self.feature(request, options)(safe)
+            return safe
+
+        return register
 
     def report_server_error(self, error: Exception, source: Any) -> None:
         """Called by pygls for what a handler raises outside of a request."""
@@ -243,7 +261,7 @@ def _follow(server: Server) -> None:
 def _show(server: Server) -> None:
     """What is shown and changes nothing."""
 
-    @server.feature(types.TEXT_DOCUMENT_HOVER)
+    @server.answers(types.TEXT_DOCUMENT_HOVER)
     async def hovered(params: types.HoverParams) -> types.Hover | None:
         uri, text = params.text_document.uri, server.text(params.text_document.uri)
         analysis = server.documents.get(uri, Document()).analysis or await server.settled(uri)
@@ -255,7 +273,7 @@ def _show(server: Server) -> None:
         content = types.MarkupContent(types.MarkupKind.Markdown, found.markdown)
         return types.Hover(content, server.range(text, found.span))
 
-    @server.feature(types.TEXT_DOCUMENT_DEFINITION)
+    @server.answers(types.TEXT_DOCUMENT_DEFINITION)
     async def defined(params: types.DefinitionParams) -> list[types.Location]:
         uri, text = params.text_document.uri, server.text(params.text_document.uri)
         analysis = await server.settled(uri)
@@ -266,7 +284,7 @@ def _show(server: Server) -> None:
         found = names.meant(known, text, word)
         return [types.Location(uri, server.range(text, one.declared)) for one in found]
 
-    @server.feature(types.TEXT_DOCUMENT_INLAY_HINT)
+    @server.answers(types.TEXT_DOCUMENT_INLAY_HINT)
     async def hinted(params: types.InlayHintParams) -> list[types.InlayHint]:
         uri = params.text_document.uri
         analysis = await server.settled(uri)
@@ -283,7 +301,7 @@ def _show(server: Server) -> None:
             made.append(types.InlayHint(at, hint.text, padding_left=True))
         return made
 
-    @server.feature(
+    @server.answers(
         types.TEXT_DOCUMENT_COMPLETION, types.CompletionOptions(trigger_characters=["["])
     )
     async def completed(params: types.CompletionParams) -> list[types.CompletionItem]:
@@ -300,7 +318,7 @@ def _show(server: Server) -> None:
 def _edit(server: Server) -> None:
     """What changes the text: formatting and fixes."""
 
-    @server.feature(types.TEXT_DOCUMENT_FORMATTING)
+    @server.answers(types.TEXT_DOCUMENT_FORMATTING)
     async def formatted(params: types.DocumentFormattingParams) -> list[types.TextEdit] | None:
         uri, text = params.text_document.uri, server.text(params.text_document.uri)
         try:
@@ -314,7 +332,7 @@ def _edit(server: Server) -> None:
 
     kinds = [types.CodeActionKind.QuickFix, FIX_ALL]
 
-    @server.feature(types.TEXT_DOCUMENT_CODE_ACTION, types.CodeActionOptions(kinds))
+    @server.answers(types.TEXT_DOCUMENT_CODE_ACTION, types.CodeActionOptions(kinds))
     async def offered(params: types.CodeActionParams) -> list[types.CodeAction]:
         uri = params.text_document.uri
         analysis = await server.settled(uri)

@@ -151,6 +151,8 @@ class Expressions:
             data = value.data
             if self.machine.math is not None:
                 data = self.machine.math.fill(data, frame.shape)
+            elif value.axes is frame.axes and value.shape == frame.shape:
+                return value
             return replace(value, shape=frame.shape, axes=frame.axes, data=data)
         data = self.machine.math.fill(value, frame.shape) if self.machine.math else None
         return Tile(frame.shape, frame.axes, "fp32", start=True, data=data)
@@ -286,8 +288,9 @@ class Expressions:
                     self.machine.disagree(expr.span, have, want)
             return tile
         axis = self._axis(tile, frame, expr)
-        data = self.machine.math.turn(tile.data, axis) if self.machine.math else None
-        return replace(tile, data=data)
+        if self.machine.math is None:
+            return tile
+        return replace(tile, data=self.machine.math.turn(tile.data, axis))
 
     def _axis(self, tile: Tile, frame: Frame, expr: Expr) -> int:
         """The axis of a frame that a vector lies along: the one its Allocate names, the one with

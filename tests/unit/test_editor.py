@@ -14,6 +14,7 @@ from flashwright.editor.hover import hover
 from flashwright.editor.names import meant
 from flashwright.editor.places import word_at
 from flashwright.lang.fix import apply_all
+from tests.unit.call_count import calls
 
 ROOT = Path(__file__).parents[2]
 SOFTMAX = (ROOT / "examples" / "sink_softcap.tl").read_text("utf-8")
@@ -175,6 +176,12 @@ def test_all_fixes_are_applied_until_none_is_left() -> None:
     findings = analyse(wrong).diagnostics
     mended, count = apply_all(wrong, findings, lambda text: analyse(text).diagnostics)
     assert (mended, count) == (SOFTMAX, 2)
+
+
+def test_the_largest_example_is_checked_between_two_keystrokes(decode: Analysis) -> None:
+    """Half a million calls take a quarter of a second. (The first check also reads the grammar.)"""
+    assert decode.diagnostics == ()
+    assert calls(lambda: analyse(DECODE)) < 700_000
 
 
 def test_no_text_is_too_broken() -> None:

@@ -28,6 +28,8 @@ pytest.importorskip("pygls", reason="pygls is not installed: pip install 'flashw
 from lsprotocol import types
 from pygls.lsp.client import LanguageClient
 
+from flashwright.editor.server import make
+
 H200 = "h200"
 DOCUMENTS = (ROOT / "examples" / "documents.tl").read_text("utf-8")
 HANGS = 120
@@ -261,6 +263,17 @@ def test_line_ends_of_windows_are_kept(editor: Editor) -> None:
     assert action.edit.changes is not None
     (edit,) = action.edit.changes[uri]
     assert "\r\n" in edit.new_text
+
+
+def test_a_bug_of_ours_is_logged_and_the_editor_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, told = make(), []
+    monkeypatch.setattr(server, "text", lambda uri: {}[uri])
+    monkeypatch.setattr(server, "window_log_message", lambda params: told.append(params.message))
+    hover = server.protocol.fm.features[types.TEXT_DOCUMENT_HOVER]
+    document = types.TextDocumentIdentifier("file:///a.tl")
+    assert asyncio.run(hover(types.HoverParams(document, types.Position(0, 0)))) is None
+    assert "This is a bug in Flashwright" in told[0]
+    assert "KeyError" in told[0]
 
 
 def test_without_pygls_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
