@@ -42,6 +42,8 @@ $(READY): pyproject.toml
 	  echo "A CPU build of PyTorch could not be had: the tests of the torch operator are skipped."
 	@$(PIP) 'jax==0.10.2' 'jax-tvm-ffi==0.1.3' || \
 	  echo "JAX could not be had: its tests are skipped."
+	@$(PIP) 'pygls>=2.1,<3' || \
+	  echo "pygls could not be had: the tests of the language server are skipped."
 	@$(PIP) 'mcp>=2,<3' || \
 	  echo "MCP's SDK could not be had: the tests of the server are skipped."
 	@$(PIP) 'transformers==5.23.0' || \

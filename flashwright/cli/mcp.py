@@ -43,7 +43,7 @@ def mcp(
     except ImportError:
         text = "the server needs the Python package mcp, 2 or later"
         hint = "pip install 'flashwright[mcp]'"
-        raise Failed(Diagnostic("FW001", text, help=hint)) from None
+        raise Failed(Diagnostic("FW931", text, help=hint)) from None
     folder = Workspace(workspace)
     made = server(folder, minutes)
     if not folder.confine():

@@ -78,7 +78,7 @@ class Server(LanguageServer):
 
     def text(self, uri: str) -> str:
         """The text of an open file, with `\\n` as line ends."""
-        source = self.workspace.get_text_document(uri).source
+        source: str = self.workspace.get_text_document(uri).source
         return source.replace("\r\n", "\n").replace("\r", "\n")
 
     def changed(self, uri: str) -> None:
