@@ -19,6 +19,7 @@ from flashwright.cli.command import (
     load_kernels,
     load_spec,
 )
+from flashwright.cli.fleet import LOCAL, On
 from flashwright.cli.kernel import known_gpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from flashwright.build.driver import Card
+    from flashwright.fleet.fleet import Fleet
+    from flashwright.gpu import Gpu
     from flashwright.measure.tune.state import Tuning
     from flashwright.measure.tune.tune import TuneRequest
 
@@ -67,6 +70,7 @@ def tune(
     jobs: Annotated[
         int, typer.Option(metavar="N", min=0, help="Compilers at a time; default one per core.")
     ] = 0,
+    on: On = LOCAL,
     resume: Annotated[
         bool, typer.Option("--resume", metavar=" ", help="Continue an interrupted tuning.")
     ] = False,
@@ -84,31 +88,34 @@ def tune(
     Candidates are compiled, judged, and timed as in `bench`. A candidate that is faster than the
     package's own kernel is added to the package; classes.json has the lengths it serves.
     """
+    from flashwright.fleet.engine import connect
+
     if write_defaults is not None:
         return _write_defaults(write_defaults, folder)
     if len(folder) > 1:
         raise typer.BadParameter("one package at a time", param_hint="FOLDER")
-    card = None if dry_run else _card()
-    order = _order(folder[0], gpu, card, _numbers(lengths), candidates, minutes, jobs)
-    if card is None:
+    target = find_gpu(gpu or _known(folder[0], None if dry_run else on))
+    order = _order(folder[0], target, _numbers(lengths), candidates, minutes, jobs)
+    if dry_run:
         return _list(order)
-    return _run(order, card, resume)
+    with connect(on) as fleet:
+        return _run(order, _card(fleet, order.gpu), fleet, resume)
 
 
 # --- the order --------------------------------------------------------------------------------
 
 
-def _card() -> Card:
-    from flashwright.build import driver
-    from flashwright.judge.judge import need_torch
-
+def _card(fleet: Fleet, gpu: Gpu) -> Card:
+    """The kind of card to tune on."""
     try:
-        card = driver.cards()[0]
-        need_torch()
+        card = fleet.card(gpu.name)
     except Failed as failed:
         found = failed.diagnostics[0]
         hint = "--dry-run lists the candidates without one"
         raise Failed(Diagnostic(found.code, found.message, help=hint)) from None
+    if not card.takes(gpu.arch):
+        text = f"a kernel for {gpu.title} cannot run on {card.name} ({card.arch})"
+        raise Failed(Diagnostic("FW851", text, help="name an older GPU: --gpu a100"))
     return card
 
 
@@ -123,8 +130,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _order(
     folder: Path,
-    gpu: str | None,
-    card: Card | None,
+    target: Gpu,
     lengths: tuple[int, ...],
     candidates: int,
     minutes: float | None,
@@ -133,7 +139,6 @@ def _order(
     from flashwright.author.builtin.retile import NEEDED, tiling_of
     from flashwright.measure.tune.tune import TuneRequest
 
-    target = find_gpu(gpu or _known(folder, card))
     file = str(folder / CODE)
     kernels, code = load_kernels(file, target)
     meant = load_spec(None, file)
@@ -157,26 +162,25 @@ def _order(
         text = f"{file} has no params {' and '.join(NEEDED)}: its tiles cannot be changed"
         hint = f"call its row tile {NEEDED[0]} and its column tile {NEEDED[1]}"
         raise Failed(Diagnostic("FW904", text, help=hint))
-    if card is not None and not card.takes(target.arch):
-        text = f"a kernel for {target.title} cannot run on {card.name} ({card.arch})"
-        raise Failed(Diagnostic("FW851", text, help="name an older GPU: --gpu a100"))
     return TuneRequest(folder, meant[0], program, code, target, lengths, candidates, minutes, jobs)
 
 
-def _known(folder: Path, card: Card | None) -> str:
+def _known(folder: Path, on: str | None) -> str:
     """The GPU that a package was made for, or the GPU of this machine if it does not say."""
+    from flashwright.build import driver
+
     try:
         return known_gpu(folder)
     except typer.BadParameter:
-        if card is None:
+        if on != LOCAL:
             raise
-    return card.name
+    return driver.cards()[0].name
 
 
 # --- the tuning -------------------------------------------------------------------------------
 
 
-def _run(order: TuneRequest, card: Card, resume: bool) -> int:
+def _run(order: TuneRequest, card: Card, fleet: Fleet, resume: bool) -> int:
     import secrets
 
     from flashwright.cli.bench_show import BenchDisplay
@@ -187,7 +191,7 @@ def _run(order: TuneRequest, card: Card, resume: bool) -> int:
     before = read(order.folder) if resume else None
     with contextlib.closing(BenchDisplay()) as screen:
         try:
-            done = work(order, card, screen, secrets.randbits(31), before)
+            done = work(order, card, fleet, screen, secrets.randbits(31), before)
         except OtherTuning as other:
             text = f"the tuning in {order.folder} is of {other}; leave out --resume"
             raise typer.BadParameter(text, param_hint="--resume") from None

@@ -36,7 +36,7 @@ def call(function: Callable[..., T], *arguments: Any, seconds: float, memory: in
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(there, memory, function, arguments), daemon=True)
     try:
-        with _uninterrupted():
+        with uninterrupted():
             process.start()
     except OSError as error:  # the system has no room for one more
         raise Failed(_ended(*_broken(error), seconds)) from None
@@ -60,7 +60,7 @@ def call(function: Callable[..., T], *arguments: Any, seconds: float, memory: in
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Block Ctrl-C for processes started here. A terminal sends it to all of them; the caller ends
     them itself, without a traceback of theirs."""
     resource_tracker.ensure_running()  # else the first start of a process would unblock it

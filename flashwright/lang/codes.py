@@ -132,6 +132,7 @@ CODES: dict[str, Code] = {
     "FW856": Code("the candidate fails to run"),
     "FW857": Code("the candidate cannot be loaded", bad_input=True),
     "FW858": Code("too few problems for a verdict", bad_input=True),
+    "FW859": Code("a machine of the fleet cannot be used", bad_input=True),
     # what the judge finds: the output
     "FW861": Code("the output is all zeros"),
     "FW862": Code("NaN or infinity where the answer is finite"),

@@ -73,6 +73,7 @@ RULES: dict[str, dict[str, Rule]] = {
         "relative_rms": "within",
         "seed": "record",
         "clock_mhz": "told",
+        "where": "told",
     },
     "absent": {
         "digest": "record",

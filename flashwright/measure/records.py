@@ -156,6 +156,8 @@ class NumberRecord(_Record):
     seed: Count
     """The seed of the inputs of all timed calls."""
     clock_mhz: Least | None = None
+    where: str = ""
+    """The host and its GPU, if a fleet measured it."""
 
 
 class AbsentRecord(_Record):

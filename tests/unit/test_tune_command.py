@@ -16,6 +16,7 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.build import driver
 from flashwright.build.package import TUNING
 from flashwright.spec import AttentionSpec
+from tests.unit.fleet_fakes import InLockstep
 from tests.unit.measure_fakes import H200, Behaviour
 from tests.unit.test_cli import Outcome
 from tests.unit.tune_fakes import CROSSING, PRESENT, SHORT, SPEC, Bench, order, package
@@ -114,7 +115,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Bench:
     for offer in order(folder).offers():
         bench.world.behaviours[offer.name] = Behaviour(bench._seconds(offer.name))
     monkeypatch.setattr(driver, "_look", lambda: ((H200,), ""))
-    monkeypatch.setattr("flashwright.judge.judge.need_torch", lambda: None)
+    monkeypatch.setattr("flashwright.fleet.engine.connect", lambda on: InLockstep())
     monkeypatch.setattr("flashwright.measure.tune.tune.TuneDependencies", bench.dependencies)
     return bench
 

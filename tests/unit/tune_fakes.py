@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from flashwright import spec as specs
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.retile import name_of, tiling_of
 from flashwright.author.builtin.variants import make_spec
+from flashwright.build.driver import Card
 from flashwright.build.package import RECORD
 from flashwright.check.check import check
 from flashwright.gpu import H200, Gpu
 from flashwright.lang.parse import parse
-from flashwright.measure.kernels import KernelBuild, in_processes
+from flashwright.measure.kernels import KernelBuild, from_tl
 from flashwright.measure.tune.state import Tuning, read
 from flashwright.measure.tune.tune import TuneDependencies, TuneRequest, tune
 from flashwright.program.program import Program
@@ -25,6 +26,7 @@ from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.problem import TimedProblem
 from flashwright.spec import AttentionSpec
 from tests.unit.fake_gpu import make_plan
+from tests.unit.fleet_fakes import InLockstep
 from tests.unit.measure_fakes import H200 as CARD
 from tests.unit.measure_fakes import MS, Behaviour, Quiet, World, verdict
 
@@ -83,7 +85,7 @@ class Bench:
     def run(self, wanted: TuneRequest, before: Tuning | None = None) -> Tuning:
         for offer in wanted.offers():
             self.world.behaviours.setdefault(offer.name, Behaviour(self._seconds(offer.name)))
-        return tune(wanted, CARD, self.listener, 5, before, self.dependencies())
+        return tune(wanted, CARD, InLockstep(), self.listener, 5, before, self.dependencies())
 
     def resumed(self, wanted: TuneRequest) -> Tuning:
         return self.run(wanted, read(wanted.folder))
@@ -94,23 +96,16 @@ class Bench:
 
     def dependencies(self) -> TuneDependencies:
         return TuneDependencies(
-            contest=self.world.dependencies(),
-            make=in_processes if self.real else self._make,
+            contest=self.world.dependencies,
+            compile=from_tl if self.real else self._kernel,
             judge=self._judge,
             environment=lambda: dict(self.environment),
             now=lambda: datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC),
             clock=lambda: self.world.time,
         )
 
-    def _make(
-        self, work: Sequence[Callable[[], KernelBuild]], jobs: int
-    ) -> Iterator[tuple[int, KernelBuild]]:
-        for number, one in enumerate(work):
-            text, spec, gpu, _ = one.args  # type: ignore[attr-defined]
-            self.world.event("make", number)
-            yield number, self._kernel(text, spec, gpu)
-
-    def _kernel(self, text: str, spec: AttentionSpec, gpu: str) -> KernelBuild:
+    def _kernel(self, text: str, spec: AttentionSpec, gpu: str, card: Card) -> KernelBuild:
+        self.world.event("make", gpu)
         tiling = tiling_of(checked(text))
         assert tiling is not None
         name = name_of(tiling)

@@ -26,6 +26,8 @@ class CandidateTime(_StateModel):
     seconds: float
     spread: float
     samples: int
+    where: str = ""
+    """The host and its GPU."""
 
 
 class CandidateState(_StateModel):

@@ -7,12 +7,10 @@ folder until the end. A resumed tuning does only what is missing.
 from __future__ import annotations
 
 import datetime
-import functools
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import as_completed
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -22,11 +20,13 @@ from flashwright.author.builtin.retile import Offer, offers, params_of, retiled
 from flashwright.build import package
 from flashwright.build.driver import Card
 from flashwright.files import sha256
+from flashwright.fleet.fleet import Fleet
+from flashwright.fleet.folders import packed
+from flashwright.fleet.job import Job, JobPart, Need, plain
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.measure import kernels, machine
-from flashwright.measure.bench import BenchProgress, ContestDependencies, bench
-from flashwright.measure.contest import Contestant, WorkerThread
+from flashwright.measure import jobs, kernels
+from flashwright.measure.bench import BenchProgress, ContestDependencies
 from flashwright.measure.grid import TOKENS, Cell, of_spec
 from flashwright.measure.journal import Journal
 from flashwright.measure.kernels import Judge, KernelBuild
@@ -43,7 +43,6 @@ from flashwright.measure.tune.state import (
     differences,
 )
 from flashwright.program.program import Program
-from flashwright.sandbox.candidate import Candidate
 from flashwright.spec import AttentionSpec
 
 WORK = ".tuning"
@@ -119,14 +118,12 @@ def _problem(cell: Cell) -> Workload:
 
 @dataclass(frozen=True)
 class TuneDependencies:
-    """The injected dependencies of a tuning; tests replace them."""
+    """The injected dependencies of a tuning; tests replace them. Jobs take them along."""
 
-    contest: ContestDependencies = field(default_factory=ContestDependencies)
-    make: Callable[
-        [Sequence[Callable[[], KernelBuild]], int], Iterable[tuple[int, KernelBuild]]
-    ] = kernels.in_processes
+    contest: Callable[[], ContestDependencies] = ContestDependencies
+    compile: Callable[[str, AttentionSpec, str, Card], KernelBuild] = kernels.from_tl
     judge: Judge = kernels.judged
-    environment: Callable[[], Mapping[str, str]] = lambda: machine.environment(())
+    environment: Callable[[], Mapping[str, str]] = jobs.environment
     now: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC)
     clock: Callable[[], float] = time.monotonic
 
@@ -134,16 +131,19 @@ class TuneDependencies:
 def tune(
     request: TuneRequest,
     card: Card,
+    fleet: Fleet,
     listener: TuneListener,
     seed: int,
     before: Tuning | None = None,
     dependencies: TuneDependencies | None = None,
 ) -> Tuning:
-    """Tune a package, or resume `before`. Raises OtherTuning if its settings differ.
+    """Tune a package on a fleet's cards of one kind, or resume `before`. Raises OtherTuning if its
+    settings differ.
 
     A KeyboardInterrupt propagates; tuning.json keeps all results found before it.
     """
-    return _Tuner(request, card, listener, seed, before, dependencies or TuneDependencies()).run()
+    dependencies = dependencies or TuneDependencies()
+    return _Tuner(request, card, fleet, listener, seed, before, dependencies).run()
 
 
 class _Tuner:
@@ -151,17 +151,15 @@ class _Tuner:
         self,
         request: TuneRequest,
         card: Card,
+        fleet: Fleet,
         listener: TuneListener,
         seed: int,
         before: Tuning | None,
         dependencies: TuneDependencies,
     ) -> None:
-        self.request, self.card, self.listener, self.dependencies = (
-            request,
-            card,
-            listener,
-            dependencies,
-        )
+        self.request, self.card, self.fleet = request, card, fleet
+        self.listener, self.dependencies = listener, dependencies
+        self.gpus = Need(card.name)
         self.work = request.folder / WORK
         self.offers = request.offers()
         self.present = self.offers[0].name
@@ -194,7 +192,7 @@ class _Tuner:
         new = Tuning(
             gpu=request.gpu.name,
             card=self.card.name,
-            environment=dict(self.dependencies.environment()),
+            environment=dict(self._environment()),
             started=self.dependencies.now().isoformat(timespec="seconds"),
             spec=request.spec.model_dump(mode="json"),
             code=sha256(request.code),
@@ -221,6 +219,13 @@ class _Tuner:
             one.built &= (self.work / one.name / package.RECORD).is_file()
         return before
 
+    def _environment(self) -> Mapping[str, str]:
+        """The software of the machines that time; a job refuses to run on one with another."""
+        look = Job("versions", plain(self.dependencies.environment))
+        (end,) = self.fleet.ends(self.gpus, [look])
+        versions: Mapping[str, str] = end.result()
+        return versions
+
     def _save(self) -> None:
         self.state.save(self.request.folder)
 
@@ -237,17 +242,23 @@ class _Tuner:
         request, by_name = self.request, {o.name: o for o in self.offers}
         waiting = [one for one in self._running() if not one.built]
         self.listener.phase(f"compiling {len(waiting)} candidates for {request.gpu.name}")
-        texts = [request.text(by_name[one.name], self.offers[0]) for one in waiting]
-        work = [
-            functools.partial(kernels.from_tl, text, request.spec, request.gpu.name, self.card)
-            for text in texts
-        ]
-        for done, (number, made) in enumerate(self.dependencies.make(work, request.jobs), 1):
-            one = waiting[number]
-            one.failure = made.why
-            if not made.why:
-                kernels.put(made, self.work / one.name)
-                one.built, one.registers = True, made.ptxas.get("registers")
+        work = {
+            one.name: plain(
+                self.dependencies.compile,
+                request.text(by_name[one.name], self.offers[0]),
+                request.spec,
+                request.gpu.name,
+                self.card,
+            )
+            for one in waiting
+        }
+        ends = self.fleet.ends(Need(jobs=request.jobs), [Job(*one) for one in work.items()])
+        for done, end in enumerate(ends, 1):
+            one = self.tried[end.name]
+            try:
+                self._built(one, end.result())
+            except Failed as failed:  # its compiler takes the machine down
+                one.failure = failed.diagnostics[0].message
             self._save()
             self.listener.progress(done, len(waiting), one.name)
             if not self._left(COMPILING):
@@ -263,6 +274,12 @@ class _Tuner:
             hint = "fix it first (flashwright build), or allow more --minutes"
             raise Failed(Diagnostic("FW852", text, help=hint))
 
+    def _built(self, one: CandidateState, made: KernelBuild) -> None:
+        one.failure = made.why
+        if not made.why:
+            kernels.put(made, self.work / one.name)
+            one.built, one.registers = True, made.ptxas.get("registers")
+
     def _alike(self) -> None:
         """Drop candidates whose source equals that of an earlier one."""
         seen: dict[str, str] = {}
@@ -273,28 +290,20 @@ class _Tuner:
             seen.setdefault(digest, one.name)
 
     def _judge(self) -> None:
-        waiting = [one for one in self._running() if not one.judged]
+        waiting = {one.name: self.work / one.name for one in self._running() if not one.judged}
         self.listener.phase(f"judging {len(waiting)} kernels")
-        threads = [WorkerThread(f"judge {n}") for n in range(min(kernels.JUDGES, len(waiting)))]
-        futures = {}
-        for number, one in enumerate(waiting):
-            work = functools.partial(
-                self.dependencies.judge, self._candidate(one.name), self.request.spec
-            )
-            futures[threads[number % len(threads)].submit(work)] = one
-        for thread in threads:
-            thread.shutdown()
-        for done, future in enumerate(as_completed(futures), 1):
-            one, verdict = futures[future], future.result()
+        work = jobs.judging(waiting, self.request.spec, self.dependencies.judge, packed)
+        done = set[str]()
+        for part in self.fleet.parts(self.gpus, work):
+            name, verdict = part.value
+            one = self.tried[name]
             one.judged = True
             if not verdict.ok:
                 named = ", ".join(o.name for o in verdict.offences) or "it is wrong"
                 one.failure = f"the judge rejects it: {named}"
             self._save()
-            self.listener.progress(done, len(waiting), one.name)
-
-    def _candidate(self, name: str) -> Candidate:
-        return Candidate.package(self.work / name, name)
+            done.add(name)
+            self.listener.progress(len(done), len(waiting), name)
 
     # --- rounds -------------------------------------------------------------------------------
 
@@ -306,9 +315,8 @@ class _Tuner:
         anchor = [self.present] if self.present in names else []
         size = GROUP - len(anchor)
         groups = [others[n : n + size] for n in range(0, len(others), size)] or [[]]
-        for number, group in enumerate(groups, 1):
-            title = f"timing all candidates, group {number} of {len(groups)}"
-            self._time(f"first-{number}", [*anchor, *group], SHORT, title)
+        rounds = {f"first-{n}": [*anchor, *group] for n, group in enumerate(groups, 1)}
+        self._time(rounds, SHORT, f"timing all candidates, in {len(groups)} groups")
 
     def _second_round(self) -> None:
         """Time the best candidates of the first round against each other."""
@@ -317,26 +325,48 @@ class _Tuner:
         first = {n: {one.name: one.first[n].seconds for one in whole} for n in lengths}
         names = select.finalists(first, self.present)
         if len(names) > 1:
-            self._time(FINAL, names, Rules(), f"timing the best {len(names)} again")
+            self._time({FINAL: names}, Rules(), f"timing the best {len(names)} again")
 
-    def _time(self, folder: str, names: list[str], rules: Rules, title: str) -> None:
+    def _time(self, groups: Mapping[str, list[str]], rules: Rules, title: str) -> None:
+        """Time groups of candidates, each of them on one card."""
         self.listener.phase(title)
-        run, place = self._run(names), self.work / folder
-        journal = Journal.resume(place)
-        if (known := Results.of(journal.records).run) is None or known.contestants != tuple(names):
-            journal, _ = Journal.begin(place)
-            journal.add(run)
-        contestants = [Contestant(name, self._candidate(name)) for name in names]
-
-        def step(now: BenchProgress) -> None:
-            self.listener.cell(now)
-            if now.lines:
-                self._absorb(folder == FINAL, now.lines)
+        journals = {folder: self._journal(folder, names) for folder, names in groups.items()}
+        work, total = list[Job](), 0
+        for folder, names in groups.items():
+            known = Results.of(journals[folder].records)
+            cells = [cell for cell in self.request.cells if not known.complete(cell.name)]
+            total += len(cells)
+            if cells:
+                kernels = {name: packed(self.work / name) for name in names}
+                given = self.dependencies.contest, self.dependencies.environment
+                timing = jobs.TimingJob(self._run(names), cells, kernels, rules, *given)
+                work.append(Job(folder, timing))
+        done = 0
+        for part in self.fleet.parts(self.gpus, work):
+            done += self._hear(part, journals[part.name], part.name == FINAL)
+            self.listener.cell(jobs.of_all(part.value, done, total))
             if not self._left():
                 raise TimeUp
 
+    def _journal(self, folder: str, names: Sequence[str]) -> Journal:
+        """The journal of a group, whose records count if they are of the same candidates."""
+        journal = Journal.resume(self.work / folder)
+        if (known := Results.of(journal.records).run) is None or known.contestants != tuple(names):
+            journal, _ = Journal.begin(self.work / folder)
+            journal.add(self._run(names))
         self._absorb(folder == FINAL, journal.records)
-        bench(run, self.request.cells, contestants, journal, rules, self.dependencies.contest, step)
+        return journal
+
+    def _hear(self, part: JobPart, journal: Journal, final: bool) -> bool:
+        """Keep the records of a cell; whether it is new. A job that was lost measures it again."""
+        step: BenchProgress = part.value
+        if not step.lines or Results.of(journal.records).complete(step.cell):
+            return False
+        lines = jobs.placed(step.lines, part.place)
+        for line in lines:
+            journal.add(line)
+        self._absorb(final, lines)
+        return True
 
     def _run(self, names: Sequence[str]) -> RunRecord:
         request, state = self.request, self.state
@@ -362,7 +392,10 @@ class _Tuner:
             one = self.tried[line.who]
             scale = 1.0 if final else self._scale(line.length, present.get(line.length))
             timing = CandidateTime(
-                seconds=line.seconds * scale, spread=line.spread, samples=line.samples
+                seconds=line.seconds * scale,
+                spread=line.spread,
+                samples=line.samples,
+                where=line.where,
             )
             (one.final if final else one.first)[line.length] = timing
         for absent in (line for line in lines if isinstance(line, AbsentRecord)):
