@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -27,9 +28,13 @@ from flashwright.cli.budget import (
     read_limits,
 )
 from flashwright.cli.command import BAD_INPUT, FINE, find_gpu, flag, guarded
+from flashwright.cli.fleet import LOCAL, On
+from flashwright.lang.diagnostic import Failed
 
 if TYPE_CHECKING:
     from flashwright.author.llm.line import Limits
+    from flashwright.fleet.fleet import Fleet
+    from flashwright.fleet.job import Need
     from flashwright.study.report import StudyReport
     from flashwright.study.sample import Sample, StudyTerms
 
@@ -74,6 +79,10 @@ def study(
         Path | None,
         typer.Option(metavar="DIR", help="Only judge and time a study's kernels on this GPU."),
     ] = None,
+    jobs: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Samples at a time; default one for each GPU.")
+    ] = 0,
+    on: On = LOCAL,
     unconfined: Annotated[
         bool, flag("--unconfined", help="Run the model's Python even without Landlock.")
     ] = False,
@@ -98,7 +107,7 @@ def study(
     if report is not None:
         return _tell(report)
     if judge is not None:
-        return _judge(judge)
+        return _judge(judge, on)
     if model is None or gpu is None or out is None:
         missing = next(name for name, value in given.items() if value is None)
         raise typer.BadParameter(
@@ -108,7 +117,7 @@ def study(
 
     budget, prices = read_budget(attempts, tokens, minutes, dollars, price)
     terms = StudyTerms(find_gpu(gpu), budget, prices, translate is Translate.BUILTIN)
-    options = _SampleOptions(operators, ways, samples)
+    options = _SampleOptions(operators, ways, samples, jobs, on)
     return _study(model, base_url, read_limits(reply_timeout, minutes), terms, options, out)
 
 
@@ -122,11 +131,14 @@ def _refuse_combination(given: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True)
 class _SampleOptions:
-    """The options that choose the samples."""
+    """The options that choose the samples, and where they run."""
 
     operators: str
     ways: str
     samples: int
+    jobs: int = 0
+    """How many at a time."""
+    on: str = LOCAL
 
 
 def _study(
@@ -139,38 +151,56 @@ def _study(
 ) -> int:
     from flashwright.author.llm.connect import connect
     from flashwright.cli import show
+    from flashwright.fleet import engine
     from flashwright.study import operators, ways
     from flashwright.study.session import study
     from flashwright.study.settings import OtherStudy, Settings
 
     chosen = operators.chosen(options.operators), ways.chosen(options.ways)
     settings = Settings.of(model, terms, *chosen, options.samples)
-    client = connect(model, base_url, limits=limits)
+    asked = functools.partial(connect, model, base_url, limits=limits)
+    asked()  # says what is missing before anything is begun
     try:
         settings = settings.keep(root)
     except OtherStudy as other:
         text = f"{root} has another study: {other}"
         raise typer.BadParameter(text, param_hint="--out") from None
     try:
-        with show.progress("study") as bar:
-            study(settings, terms, client, root, _StudyProgress(bar))
+        with engine.connect(options.on) as fleet, show.progress("study") as bar:
+            need = _need(fleet, settings.gpu, options)
+            study(settings, terms, asked, root, fleet, need, _StudyProgress(bar))
     except KeyboardInterrupt:
         _tell(root)
         raise
     return _tell(root)
 
 
-def _judge(root: Path) -> int:
-    """Judge and time a study that ran without a GPU, on the GPU of this machine."""
+def _need(fleet: Fleet, gpu: str, options: _SampleOptions) -> Need:
+    """What a sample needs: a GPU, if the fleet has one of the kind, else a CPU."""
+    from flashwright.fleet.job import Need
+
+    try:
+        return Need(fleet.card(gpu).name, options.jobs)
+    except Failed as failed:
+        if any(d.code != "FW851" for d in failed.diagnostics):
+            raise
+    # A model's server may not like to be asked by every core of a machine.
+    return Need(jobs=options.jobs or (1 if options.on == LOCAL else 0))
+
+
+def _judge(root: Path, on: str) -> int:
+    """Judge and time a study that ran without a GPU, on the GPUs of the fleet."""
     from flashwright.cli import show
-    from flashwright.generate.by_model.speed import card_here
+    from flashwright.fleet import engine
+    from flashwright.fleet.job import Need
     from flashwright.study.session import check_on_gpu
     from flashwright.study.settings import read
 
     settings = read(root)
-    card_here()
-    with show.progress("study") as bar:
-        check_on_gpu(settings, root, _StudyProgress(bar))
+    with engine.connect(on) as fleet:
+        need = Need(fleet.card(settings.gpu).name)
+        with show.progress("study") as bar:
+            check_on_gpu(settings, root, fleet, need, _StudyProgress(bar))
     return _tell(root)
 
 
@@ -178,17 +208,17 @@ class _StudyProgress:
     """Shows the progress of a study: a line per finished sample, and a bar in a terminal."""
 
     def __init__(self, bar: Callable[[int, int, str], None]) -> None:
-        self._bar, self._sample = bar, ""
+        self._bar = bar
         self._now = self._total = 0
 
     def begin(self, sample: Sample, number: int, total: int) -> None:
         """Begin a sample."""
-        self._now, self._total, self._sample = number, total, str(sample)
-        self._bar(number - 1, total, self._sample)
+        self._now, self._total = number, total
+        self._bar(number - 1, total, str(sample))
 
-    def progress(self, text: str) -> None:
-        """Update the bar of the present sample."""
-        self._bar(self._now - 1, self._total, f"{self._sample}: {text}")
+    def progress(self, sample: Sample, text: str) -> None:
+        """Show how far a sample is."""
+        self._bar(self._now - 1, self._total, f"{sample}: {text}")
 
     def end(self, sample: Sample, text: str) -> None:
         """End a sample: print its outcome."""

@@ -1,8 +1,9 @@
-"""A tuning on a Ray cluster of three nodes, which loses a node and its driver."""
+"""A tuning and a study on a Ray cluster of three nodes, which loses a node and its driver."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import pytest
 
 from flashwright.fleet.processes import LocalMachine
 from flashwright.measure.tune.state import Tuning, read
-from tests.unit import fleet_tune
+from flashwright.study.sample import Sample
+from tests.unit import fleet_study, fleet_tune
 from tests.unit.tune_fakes import package
 
 # Otherwise Ray takes 127.0.0.1 for the machine's address in a network, and listens there.
@@ -121,3 +123,64 @@ def test_a_driver_that_was_killed_goes_on_where_it_was(
     assert done is not None
     for name, times in kept.items():
         assert times.items() <= done.by_name()[name].first.items()
+
+
+# --- a study ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def locally(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same study by processes of this machine."""
+    root = tmp_path_factory.mktemp("study")
+    fleet_study.studied(root, LocalMachine(look=fleet_tune.look))
+    return records(root)
+
+
+def records(root: Path) -> dict[str, Any]:
+    """The files of a study, without how long anything took, and when."""
+    found = {}
+    for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        text = re.sub(r'"(seconds|at|time)": [\d.e-]+', '"seconds": 0', path.read_text())
+        found[path.relative_to(root).as_posix()] = text
+    assert "small/tl/6/judged.json" in found
+    return found
+
+
+class LosesANodeOfSamples(fleet_study.Told):
+    """Ends the machine of a GPU when both have a sample that was begun."""
+
+    def __init__(self, cluster: Any) -> None:
+        self.cluster, self.lost = cluster, False
+
+    def begin(self, sample: Sample, number: int, total: int) -> None:
+        if number == 2 and not self.lost:
+            self.lost = True
+            self.cluster.remove_node(self.cluster.gpu_nodes.pop(), allow_graceful=False)
+
+
+def test_a_study_survives_the_loss_of_a_node_and_ends_as_a_local_one(
+    cluster: Any, locally: dict[str, Any], tmp_path: Path
+) -> None:
+    from flashwright.fleet.on_ray import RayCluster
+
+    told = LosesANodeOfSamples(cluster)
+    fleet_study.studied(tmp_path, RayCluster(cluster.address, fleet_tune.look), told)
+    assert told.lost
+    assert records(tmp_path) == locally
+
+
+def test_a_study_whose_driver_was_killed_asks_only_for_what_is_missing(
+    cluster: Any, locally: dict[str, Any], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "tests.unit.fleet_study", str(tmp_path), cluster.address]
+    driver = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    for line in driver.stdout:
+        if line.startswith("ends") and "right on a GPU" in line:
+            driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    ended = {path: path.read_bytes() for path in tmp_path.rglob("judged.json")}
+    assert 0 < len(ended) < fleet_study.SAMPLES
+    again = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    assert again.stdout.count("right on a GPU") == fleet_study.SAMPLES - len(ended)
+    assert records(tmp_path) == locally

@@ -24,6 +24,7 @@ from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.cli.main import app
 from flashwright.cli.study import _show, _StudyProgress
+from flashwright.fleet.job import CPU
 from flashwright.generate.by_model.speed import Stopwatch
 from flashwright.generate.replay import replay
 from flashwright.judge.offences import offence
@@ -48,6 +49,7 @@ from flashwright.study.settings import OtherStudy, Settings
 from flashwright.study.ways import WAYS
 from flashwright.study.ways import chosen as chosen_ways
 from flashwright.untrusted.contract import bound, contract
+from tests.unit.fleet_fakes import InLockstep
 from tests.unit.llm_server import Answer, hang, say, serve, status
 from tests.unit.measure_fakes import H200
 from tests.unit.test_by_model import CARD, CODE, SPEC, WRONG_SCALE, Nobody, fenced
@@ -70,7 +72,7 @@ class Heard:
     def begin(self, sample: Sample, number: int, total: int) -> None:
         self.begun.append(str(sample))
 
-    def progress(self, text: str) -> None:
+    def progress(self, sample: Sample, text: str) -> None:
         pass
 
     def end(self, sample: Sample, text: str) -> None:
@@ -86,8 +88,8 @@ def studied(root: Path, wanted: Settings, *script: Answer) -> tuple[Heard, int]:
     heard = Heard()
     wanted.keep(root)
     with serve([*script]) as server:
-        model = connect("m", server.url, env={})
-        session.study(wanted, TERMS, model, root, heard)
+        asked = partial(connect, "m", server.url, env={})
+        session.study(wanted, TERMS, asked, root, InLockstep(), CPU, heard)
     return heard, len(server.requests)
 
 
@@ -148,7 +150,8 @@ def test_what_is_asked_for_without_a_sketch_speaks_of_none(tmp_path: Path) -> No
     wanted = settings()
     wanted.keep(tmp_path)
     with serve([say(NONSENSE)]) as server:
-        session.study(wanted, TERMS, connect("m", server.url, env={}), tmp_path, Heard())
+        asked = partial(connect, "m", server.url, env={})
+        session.study(wanted, TERMS, asked, tmp_path, InLockstep(), CPU, Heard())
     asked = server.requests[0].text
     assert not re.search(r"\bsketch\b", asked, re.IGNORECASE)
     assert "What code has" in asked
@@ -454,7 +457,8 @@ def goes_on(root: Path, wanted: Settings, checks: Sequence[session.GpuCheck]) ->
     """A study that has nothing to ask any more, on a machine with a GPU."""
     heard = Heard()
     with serve([]) as server:
-        session.study(wanted, TERMS, connect("m", server.url, env={}), root, heard, checks)
+        asked = partial(connect, "m", server.url, env={})
+        session.study(wanted, TERMS, asked, root, InLockstep(), CPU, heard, checks)
     return heard
 
 
@@ -537,7 +541,7 @@ def test_what_was_made_without_a_gpu_is_judged_where_there_is_one(
     candidates = []
 
     def judge(candidate: Candidate, spec: Any, **more: Any) -> Verdict:
-        candidates.append(candidate)
+        candidates.append(Path(candidate.where).read_text())
         assert more["libraries"]
         assert candidate.untrusted
         offences = () if right else (offence("wrong", "not attention"),)
@@ -546,9 +550,9 @@ def test_what_was_made_without_a_gpu_is_judged_where_there_is_one(
     monkeypatch.setattr(judged, "judge", judge)
     assert goes_on(tmp_path, wanted, [judged.judge_sample]).ended == []  # no GPU here
     monkeypatch.setattr(judged, "card_here", lambda: H200)
-    session.check_on_gpu(wanted, tmp_path, Heard(), [judged.judge_sample])
+    session.check_on_gpu(wanted, tmp_path, InLockstep(), CPU, Heard(), [judged.judge_sample])
     goes_on(tmp_path, wanted, [judged.judge_sample])
-    assert [Path(c.where).read_text() for c in candidates] == [function]
+    assert candidates == [function]
     (row,) = funnel.rows(wanted, tmp_path)
     assert row.levels["right"].passed == right
     assert row.levels["right"].failed == (not right)
@@ -568,8 +572,8 @@ def test_the_bar_names_the_sample_that_is_looked_at_and_names_it_once(tmp_path: 
 
     shown: list[tuple[int, int, str]] = []
     screen = _StudyProgress(lambda *bar: shown.append(bar))
-    unasked = connect("m", "http://127.0.0.1:9/v1", env={})
-    session.study(wanted, TERMS, unasked, tmp_path, screen, [look])
+    unasked = partial(connect, "m", "http://127.0.0.1:9/v1", env={})
+    session.study(wanted, TERMS, unasked, tmp_path, InLockstep(), CPU, screen, [look])
     assert shown == [
         (0, 2, "small, tl, sample 1"),
         (0, 2, "small, tl, sample 1: judging it"),
@@ -577,7 +581,7 @@ def test_the_bar_names_the_sample_that_is_looked_at_and_names_it_once(tmp_path: 
         (1, 2, "small, tl, sample 2: judging it"),
     ]
     before, shown[:] = [*shown], []
-    session.check_on_gpu(wanted, tmp_path, screen, [look])
+    session.check_on_gpu(wanted, tmp_path, InLockstep(), CPU, screen, [look])
     assert shown == before
 
 
@@ -687,8 +691,8 @@ def test_cuda_without_tl_is_compiled_and_judged(tmp_path: Path) -> None:
     terms = replace(TERMS, budget=Budget(attempts=3), last="verdict")
     wanted = Settings.of("m", terms, (SMALL,), chosen_ways("direct"), 1).keep(tmp_path)
     with serve(replies) as server:
-        model = connect("m", server.url, env={})
-        session.study(wanted, terms, model, tmp_path, Heard())
+        asked = partial(connect, "m", server.url, env={})
+        session.study(wanted, terms, asked, tmp_path, InLockstep(), CPU, Heard())
     assert len(server.requests) == 3
     assert "TL" not in server.requests[1].text
     report.make(tmp_path)
