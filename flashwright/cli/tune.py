@@ -49,11 +49,11 @@ def register(app: typer.Typer) -> None:
 @guarded
 def tune(
     folder: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
             metavar="FOLDER", help="A kernel package; several only for --write-defaults."
         ),
-    ],
+    ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Default: the one the package was made for."),
@@ -78,6 +78,17 @@ def tune(
         bool,
         typer.Option("--dry-run", metavar=" ", help="Only list what would be tried; needs no GPU."),
     ] = False,
+    defaults: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B|FILE.toml",
+            help="Tune the author's kernels of these operators, in --out; then --write-defaults.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="For --defaults: a package for each operator."),
+    ] = None,
     write_defaults: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the FOLDERs' results into the author's table."),
@@ -90,19 +101,45 @@ def tune(
     """
     from flashwright.fleet.engine import connect
 
-    if write_defaults is not None:
-        return _write_defaults(write_defaults, folder)
-    if len(folder) > 1:
-        raise typer.BadParameter("one package at a time", param_hint="FOLDER")
-    target = find_gpu(gpu or _known(folder[0], None if dry_run else on))
-    order = _order(folder[0], target, _numbers(lengths), candidates, minutes, jobs)
+    folders, limits = folder or [], (_numbers(lengths), candidates, minutes, jobs)
+    if defaults is not None:
+        made = _operators(defaults, folders, gpu, out)
+        orders = [_order(place, find_gpu(gpu or ""), *limits) for place in made]
+    elif write_defaults is not None:
+        return _write_defaults(write_defaults, folders)
+    else:
+        if len(folders) != 1:
+            raise typer.BadParameter("one package at a time", param_hint="FOLDER")
+        target = find_gpu(gpu or _known(folders[0], None if dry_run else on))
+        orders = [_order(folders[0], target, *limits)]
     if dry_run:
-        return _list(order)
+        return max(_list(order) for order in orders)
     with connect(on) as fleet:
-        return _run(order, _card(fleet, order.gpu), fleet, resume)
+        card = _card(fleet, orders[0].gpu)
+        for order in orders:  # each uses the whole fleet; those of --defaults go on by themselves
+            code = _run(order, card, fleet, resume or defaults is not None)
+            if code != FINE and (defaults is None or code == INTERRUPTED):
+                return code
+    if write_defaults is not None:
+        return _write_defaults(write_defaults, [order.folder for order in orders])
+    return FINE
 
 
 # --- the order --------------------------------------------------------------------------------
+
+
+def _operators(text: str, folders: Sequence[Path], gpu: str | None, out: Path | None) -> list[Path]:
+    """The packages of --defaults, not built yet; one that is there and the same stays."""
+    from flashwright.measure.tune.defaults import begin_package
+    from flashwright.study import operators
+
+    if folders:
+        raise typer.BadParameter("--defaults makes its own packages", param_hint="FOLDER")
+    if gpu is None or out is None:
+        missing = "--gpu" if gpu is None else "--out"
+        raise typer.BadParameter("is required with --defaults", param_hint=missing)
+    target = find_gpu(gpu)
+    return [begin_package(out / one.name, one.spec, target) for one in operators.chosen(text)]
 
 
 def _card(fleet: Fleet, gpu: Gpu) -> Card:

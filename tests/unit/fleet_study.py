@@ -13,6 +13,7 @@ from typing import Any
 
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.model import Question, Reply
+from flashwright.confine import isolate
 from flashwright.fleet.fleet import Fleet
 from flashwright.fleet.job import Machines, Need
 from flashwright.fleet.on_ray import RayCluster
@@ -26,7 +27,7 @@ from tests.unit.fleet_tune import look
 from tests.unit.test_by_model import CARD, SKETCH, SPEC, fenced
 
 TERMS = StudyTerms(CARD, Budget(attempts=2), last="sketch")
-SAMPLES = 6
+SAMPLES = 4
 
 
 class Scripted:
@@ -38,6 +39,13 @@ class Scripted:
         time.sleep(0.2)
         second = len(question.messages) > 2
         return Reply(fenced(SKETCH if second else SKETCH.replace("=", "==", 1)))
+
+
+def connected() -> Scripted:
+    """Connects on the machine of a sample, where a model's TL is then checked in the same process:
+    a new one takes seconds (see `checked_here` of conftest.py)."""
+    isolate.call = lambda work, *given, **limits: work(*given)  # type: ignore[assignment]
+    return Scripted()
 
 
 def looked_at(folder: Path, progress: Callable[[str], None]) -> str | None:
@@ -68,7 +76,7 @@ def studied(root: Path, machines: Machines, told: Any = None) -> None:
     wanted = Settings.of("scripted", TERMS, (small,), chosen("tl"), SAMPLES).keep(root)
     with Fleet(machines) as fleet:
         need = Need(fleet.card("h200").name)
-        study(wanted, TERMS, Scripted, root, fleet, need, told or Told(), [looked_at])
+        study(wanted, TERMS, connected, root, fleet, need, told or Told(), [looked_at])
 
 
 if __name__ == "__main__":

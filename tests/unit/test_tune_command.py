@@ -15,6 +15,7 @@ from flashwright.author.builtin.retile import name_of
 from flashwright.author.builtin.variants import make_spec
 from flashwright.build import driver
 from flashwright.build.package import TUNING
+from flashwright.measure.tune.state import Tuning
 from flashwright.spec import AttentionSpec
 from tests.unit.fleet_fakes import InLockstep
 from tests.unit.measure_fakes import H200, Behaviour
@@ -158,6 +159,37 @@ def test_the_command_is_interrupted_and_goes_on(folder: Path, fake: Bench) -> No
 
 
 # --- defaults ---------------------------------------------------------------------------------
+
+
+def test_operators_are_tuned_one_after_another_and_the_table_has_the_evidence(
+    fake: Bench, tmp_path: Path
+) -> None:
+    operators, table, out = tmp_path / "some.toml", tmp_path / "tuned.json", tmp_path / "out"
+    spec = 'variant = "mha"\nheads = 32\nhead_dim = 64\ncausal = true\ndtype = "bf16"\n'
+    operators.write_text(f"[one]\n{spec}[other]\n{spec.replace('true', 'false')}")
+    wide = ("tune", "--defaults", str(operators), "--gpu", "h200", *COMMAND)
+    wide = (*wide, "--out", str(out), "--write-defaults", str(table))
+    done = Outcome(*wide)
+    assert done.code == 0, done.err
+    choices = tuned.read(table.read_text())
+    assert {choice.causal for choice in choices} == {False, True}
+    for choice in choices:
+        (evidence,) = (tmp_path / "tuned").glob(f"{choice.evidence}.json")
+        told = Tuning.model_validate_json(evidence.read_text())
+        assert told.card == H200.name
+        assert told.spec["causal"] == choice.causal
+        assert choice.tried == len([one for one in told.tried if one.first])
+        assert told.tried[0].final[512].where
+    turns, before = len(fake.world.asked("turn")), table.read_bytes()
+    assert Outcome(*wide).code == 0
+    assert len(fake.world.asked("turn")) == turns, "the same command measures nothing again"
+    assert table.read_bytes() == before
+    assert len([*(tmp_path / "tuned").iterdir()]) == 2
+    (out / "one" / "code.tl").write_text("// mine\n")
+    refused = Outcome(*wide)
+    assert (refused.code, "has another code.tl" in refused.err) == (2, True)
+    missing = Outcome("tune", "--defaults", str(operators), "--gpu", "h200")
+    assert (missing.code, "--out" in missing.err) == (2, True)
 
 
 def test_what_a_tuning_found_becomes_a_line_of_the_authors_table(

@@ -53,6 +53,9 @@ class Choice(BaseModel):
     """The number of tilings that were timed; None if unknown."""
     lengths: tuple[int, int] | None = None
     """The fewest and the most keys of the measurement."""
+    evidence: str = Field("", pattern="^[0-9a-f]*$")
+    """The digest of the tuning that it is from, which lies in a folder beside the table; older
+    choices have none."""
 
     @property
     def key(self) -> Key:
