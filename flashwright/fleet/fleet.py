@@ -127,7 +127,8 @@ class _FleetRun:
             if event is not None:
                 left -= isinstance(event, JobEnd)
                 yield event
-            if self._lanes or not self._waiting or self.machines.slots(self.need):
+            working = any(lane.worker is not None for lane in self._lanes)
+            if working or not self._waiting or self.machines.slots(self.need):
                 since = time.monotonic()
             elif time.monotonic() - since > self.machines.patience:
                 raise unusable(f"no machine has a {self.need} any more")

@@ -48,7 +48,7 @@ class RayCluster:
         nodes = self._nodes()
         if not need.card:
             return sum(int(node.get("CPU", 0)) for node in nodes)
-        kind = KIND + self._kind(need.card)
+        kind = self._kind(need.card)
         return sum(int(node.get("GPU", 0)) for node in nodes if kind in node)
 
     def _nodes(self) -> list[dict[str, float]]:
@@ -57,10 +57,12 @@ class RayCluster:
 
     def start(self, need: Need) -> RayWorker:
         """Start an actor, and wait until Ray has placed it."""
-        options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0}
-        if need.card:
-            options |= {"num_gpus": 1, "resources": {KIND + self._kind(need.card): 0.001}}
-        worker = RayWorker(self._ray, options, self._look)
+        if not need.card:
+            return RayWorker(self._ray, {"num_cpus": 1}, self._look)
+        kind = self._kind(need.card)
+        if not kind:
+            raise Lost(f"no node has a {need.card} any more")
+        worker = RayWorker(self._ray, _one_gpu(kind), self._look)
         found = worker.place.card
         if found is not None and found.name != need.card:
             worker.close()
@@ -70,38 +72,51 @@ class RayCluster:
 
     def card(self, gpu: str) -> Card:
         """The cluster's cards of that kind, from one of them."""
-        options = {"num_cpus": 1, "num_gpus": 1, "resources": {KIND + self._kind(gpu): 0.001}}
+        kind = self._kind(gpu)
+        if not kind:
+            kinds = ", ".join(kind.removeprefix(KIND) for kind in self._kinds())
+            there = f"its GPUs are {kinds}" if kinds else "it has no GPUs"
+            hint = "add a node that has one: ray start --address=HEAD:6379"
+            text = f"no node of the Ray cluster has a {gpu}: {there}"
+            raise Failed(Diagnostic("FW851", text, help=hint))
         try:
-            worker = RayWorker(self._ray, options, self._look)
+            worker = RayWorker(self._ray, _one_gpu(kind), self._look)
         except Lost as lost:
             raise unusable(f"no worker with a {gpu} can be started: {lost}") from None
         worker.close()
-        assert worker.place.card is not None
-        return worker.place.card
+        card = worker.place.card
+        assert card is not None, "it has a GPU"
+        return card
 
     def close(self) -> None:
         """Disconnect, if this connected."""
         if self._ours:
             self._ray.shutdown()
 
+    def _kinds(self) -> list[str]:
+        """The resources that say what GPUs there are."""
+        names = dict.fromkeys(name for resources in self._nodes() for name in resources)
+        return [name for name in names if name.startswith(KIND)]
+
     def _kind(self, name: str) -> str:
-        """What Ray calls a GPU, given as gpu.py or as its driver names it. Raises Failed, FW851."""
+        """The resource of a GPU, given as gpu.py or as its driver names it; empty if no node has
+        it."""
         wanted = gpus.find(name)
-        names = [name for resources in self._nodes() for name in resources]
-        kinds = dict.fromkeys(name.removeprefix(KIND) for name in names if name.startswith(KIND))
-        for kind in kinds:
-            with contextlib.suppress(gpus.UnknownGpu):
-                if gpus.find(kind).arch == wanted.arch and _akin(kind, wanted):
-                    return kind
-        there = f"its GPUs are {', '.join(kinds)}" if kinds else "it has no GPUs"
-        hint = f"start a node that has one: ray start --address=... (its resource: {KIND}NAME)"
-        text = f"no node of the Ray cluster has a {wanted.name}: {there}"
-        raise Failed(Diagnostic("FW851", text, help=hint))
+        return next((kind for kind in self._kinds() if _akin(kind, wanted)), "")
+
+
+def _one_gpu(kind: str) -> dict[str, Any]:
+    """What an actor asks for, to hold one whole GPU of a kind."""
+    return {"num_cpus": 1, "num_gpus": 1, "resources": {kind: 0.001}}
 
 
 def _akin(kind: str, wanted: gpus.Gpu) -> bool:
     """Whether Ray's name may mean this GPU: it calls both kinds of H100 H100."""
-    return wanted.name.startswith(gpus.find(kind).name.partition("-")[0])
+    try:
+        found = gpus.find(kind.removeprefix(KIND))
+    except gpus.UnknownGpu:
+        return False
+    return found.arch == wanted.arch and wanted.name.startswith(found.name.partition("-")[0])
 
 
 def _import() -> Any:

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashwright.fleet.folders import FolderFiles, unpack
+from flashwright.fleet.folders import FolderFiles, packed, unpack
 from flashwright.fleet.job import Job, Send, unusable
 from flashwright.measure import machine
 from flashwright.measure.bench import BenchProgress, CellRecord, ContestDependencies, bench
 from flashwright.measure.contest import Contestant, WorkerThread
 from flashwright.measure.grid import Cell
 from flashwright.measure.journal import Journal
+from flashwright.measure.kernels import JUDGES, Judge
 from flashwright.measure.records import NumberRecord, RunRecord
 from flashwright.measure.timing import Rules
 from flashwright.sandbox.candidate import Candidate
@@ -27,14 +28,8 @@ from flashwright.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from flashwright.fleet.job import WorkerPlace
-    from flashwright.judge.verdict import Verdict
-
-JUDGES = 4
-"""Verdicts side by side in one job: most of a trial is spent waiting for processes to start."""
 
 Environment = Mapping[str, str]
-_NO_MATTER = ("flashwright", "python")
-"""Versions that no time depends on: translator and compiler are recorded separately."""
 
 
 def environment() -> Environment:
@@ -51,19 +46,18 @@ def same_environment(one: Environment, other: Environment) -> bool:
 
 
 def _comparable(versions: Environment) -> dict[str, str]:
-    return {name: version for name, version in versions.items() if name not in _NO_MATTER}
+    return {
+        name: version for name, version in versions.items() if name not in machine.IGNORED_VERSIONS
+    }
 
 
 # --- judging ----------------------------------------------------------------------------------
-
-Judge = Callable[[Candidate, AttentionSpec], "Verdict"]
 
 
 def judging(
     folders: Mapping[str, Path],
     spec: AttentionSpec,
     judge: Judge,
-    packed: Callable[[Path], FolderFiles],
 ) -> list[Job]:
     """Jobs that judge kernel packages by name; each part is a name and its verdict."""
     names = [*folders]

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +21,9 @@ from flashwright import spec as specs
 from flashwright.build import classes, package
 from flashwright.build.driver import Card
 from flashwright.files import cannot, content, sha256, write
+from flashwright.fleet.fleet import Fleet
+from flashwright.fleet.job import Job, Need, plain
+from flashwright.fleet.processes import LocalMachine
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.measure.contest import Missing, WorkerThread
 from flashwright.measure.grid import kernel_name
@@ -238,30 +239,14 @@ def _ptxas(built: Built, translation: Translation) -> dict[str, int]:
 def make_all(
     wanted: Iterable[AttentionSpec], gpu: str, card: Card, step: ProgressCallback, jobs: int = 0
 ) -> Iterator[KernelBuild]:
-    """Make the kernels of all specs in parallel; yields each as it is done."""
+    """Make the kernels of all specs in processes; yields each as it is done."""
     every = list(dict.fromkeys(wanted))
-    work = [functools.partial(make, spec, gpu, card) for spec in every]
-    for done, (_, made) in enumerate(in_processes(work, jobs), 1):
-        step(done, len(every), "")
-        yield made
-
-
-def in_processes(
-    work: Sequence[Callable[[], KernelBuild]], jobs: int = 0
-) -> Iterator[tuple[int, KernelBuild]]:
-    """Run the functions in processes; yields index and result as each is done. Ctrl-C ends their
-    compilers too. Closing the iterator cancels the functions that have not started."""
-    if not work:
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs or os.cpu_count() or 1, len(work)), context) as pool:
-        try:
-            numbers = {pool.submit(one): number for number, one in enumerate(work)}
-            for future in as_completed(numbers):
-                yield numbers[future], future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    work = [Job(kernel_name(spec), plain(make, spec, gpu, card)) for spec in every]
+    with Fleet(LocalMachine()) as fleet:
+        for done, end in enumerate(fleet.ends(Need(jobs=jobs), work), 1):
+            made: KernelBuild = end.result()
+            step(done, len(every), "")
+            yield made
 
 
 def save(made: KernelBuild, folder: Path) -> KernelBuild:

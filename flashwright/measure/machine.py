@@ -18,6 +18,8 @@ from flashwright.version import __version__
 
 TOOL = "nvidia-smi"
 _PATIENCE = 10.0  # seconds; it usually answers in a tenth of a second
+IGNORED_VERSIONS = ("flashwright", "python")
+"""Versions that no time depends on: translator and compiler are recorded separately."""
 CLOCKS = {
     "sm_mhz": "clocks.sm",
     "memory_mhz": "clocks.mem",

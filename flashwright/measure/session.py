@@ -30,8 +30,6 @@ from flashwright.measure.timing import Rules
 from flashwright.spec import AttentionSpec
 
 KERNELS = "kernels"
-_IGNORED_VERSIONS = ("flashwright", "python")
-"""Versions that no time depends on: translator and compiler are recorded separately."""
 _BINARY = "cubin"
 """The digest that is not compared on resume: nvcc hashes its work folder into some names of a
 cubin, so two builds of one source may differ."""
@@ -220,7 +218,7 @@ def _identity(run: RunRecord) -> dict[str, object]:
         "contestants": list(run.contestants),
         "cells": list(run.cells),
         **run.settings,
-        **{n: v for n, v in run.environment.items() if n not in _IGNORED_VERSIONS},
+        **{n: v for n, v in run.environment.items() if n not in machine.IGNORED_VERSIONS},
     }
 
 

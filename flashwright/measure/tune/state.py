@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flashwright.build.package import TUNING
 from flashwright.files import cannot, write
 from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.measure import machine
 
 
 class _StateModel(BaseModel):
@@ -124,7 +125,6 @@ def read(folder: Path) -> Tuning | None:
 
 
 _IDENTITY = ("gpu", "card", "environment", "spec", "code", "lengths", "tokens", "wanted")
-_IGNORED_VERSIONS = ("flashwright", "python")
 
 
 def differences(before: Tuning, now: Tuning) -> list[str]:
@@ -140,4 +140,4 @@ def differences(before: Tuning, now: Tuning) -> list[str]:
 def _comparable(value: object) -> object:
     if not isinstance(value, dict):
         return value
-    return {n: v for n, v in value.items() if n not in _IGNORED_VERSIONS}
+    return {n: v for n, v in value.items() if n not in machine.IGNORED_VERSIONS}

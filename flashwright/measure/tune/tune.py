@@ -292,7 +292,7 @@ class _Tuner:
     def _judge(self) -> None:
         waiting = {one.name: self.work / one.name for one in self._running() if not one.judged}
         self.listener.phase(f"judging {len(waiting)} kernels")
-        work = jobs.judging(waiting, self.request.spec, self.dependencies.judge, packed)
+        work = jobs.judging(waiting, self.request.spec, self.dependencies.judge)
         done = set[str]()
         for part in self.fleet.parts(self.gpus, work):
             name, verdict = part.value
