@@ -47,6 +47,11 @@ _PYTHON = r"[^\0\ud800-\udfff]*\.py(:[A-Za-z_][A-Za-z0-9_]*)?"
 _TEXT_FIELDS = ("variant", "dtype", "kv_dtype", "branch", "reference")
 _SEQUENCES = ("packed", "decode", "unsplit", "cache", "page")
 """The fields that say how sequences lie."""
+_NO_KERNEL = (
+    "'all' is several kernels: name one branch. `flashwright bench --table 9` measures all, and "
+    "flashwright.nsa computes them"
+)
+"""Why a spec for one kernel cannot have all branches."""
 _REPEATABLE = {True: "repeatable to the bit", False: "not repeatable to the bit"}
 
 
@@ -117,8 +122,10 @@ class AttentionSpec(BaseModel):
     backward: bool = False
     """Whether the program computes the gradients of this attention: inputs are also `O`, `LSE` and
     the gradient `dO`; outputs `dQ`, `dK`, `dV` and, if the program has them, `dSink`, `dSlopes`."""
-    branch: Literal["compressed", "selected", "window"] | None = None
-    """Which branch of native sparse attention (NSA) this is; None: not NSA."""
+    branch: Literal["compressed", "selected", "window", "all"] | None = None
+    """Which branch of native sparse attention (NSA) this is; None: not NSA. `all` is the sum of the
+    three, each times its gate, with blocks chosen by the means of keys: several kernels, which
+    flashwright.nsa calls. Such a spec is for benchmarks and their records."""
     block: int = 32
     """NSA: tokens in one compressed block."""
     stride: int = 16
@@ -239,7 +246,7 @@ class AttentionSpec(BaseModel):
         if self.value_dim != self.head_dim:
             width += f" (V {self.value_dim})"
         extras = [
-            f"NSA's {self.branch} branch" if self.branch is not None else "",
+            self._branch_in_words,
             self._mask_in_words,
             self._window_in_words,
             f"softcap {_exact(self.softcap)}" if self.softcap is not None else "",
@@ -255,6 +262,12 @@ class AttentionSpec(BaseModel):
         dtype: str = "fp8 in, bf16 out" if self.dtype == "fp8" else self.dtype
         dtype += f", K and V in {self.kv_dtype}" if self.kv_dtype is not None else ""
         return ", ".join(filter(None, [*extras, heads, width, dtype]))
+
+    @property
+    def _branch_in_words(self) -> str:
+        if self.branch == "all":
+            return "NSA's three branches with gates"
+        return f"NSA's {self.branch} branch" if self.branch is not None else ""
 
     @property
     def _batch_in_words(self) -> str:
@@ -463,14 +476,17 @@ class AttentionSpec(BaseModel):
         if self.sink_tokens is not None and self.window is None:
             fix = "add window = 512, or leave it out (a logit that joins the softmax is sink)"
             raise _wrong(f"changes nothing without a window: {fix}", "sink_tokens")
-        if self.branch == "window" and self.window is None:
-            raise _wrong("branch 'window' needs its width: add window = 512", "window")
+        if self.branch in ("window", "all") and self.window is None:
+            raise _wrong(f"branch '{self.branch}' needs its width: add window = 512", "window")
+        if self.branch == "all" and not self.block == self.stride == self.selected_block:
+            same = "block, stride and selected_block must be one number"
+            raise _wrong(f"blocks are chosen by their own means: {same}", "block")
         if self.branch in ("compressed", "selected") and self.window is not None:
             raise _wrong(f"branch '{self.branch}' has no window: remove it", "window")
         if self.branch == "compressed" and self.alibi:
             raise _wrong("compressed blocks have no token position: set alibi = false", "alibi")
-        if self.branch == "selected" and not self.causal:
-            raise _wrong("branch 'selected' never looks ahead: set causal = true", "causal")
+        if self.branch in ("selected", "all") and not self.causal:
+            raise _wrong(f"branch '{self.branch}' never looks ahead: set causal = true", "causal")
         if self.backward and self.dtype == "fp8":
             raise _wrong('gradients have no fp8: set dtype = "bf16" or "fp16"', "backward")
         if self.kv_dtype is not None:
@@ -645,10 +661,13 @@ def parse(text: str, source: str = "spec") -> AttentionSpec:
         where = f"{source}:{line[1]}:{line[2]}" if line else source
         raise BadSpec(f"{where}: not valid TOML: {why[: line.start()] if line else why}") from None
     try:
-        return AttentionSpec.model_validate(settings)
+        spec = AttentionSpec.model_validate(settings)
     except ValidationError as error:
         found = _findings(error)
         raise BadSpec(*(f"{source}{_line_of(text, f)}: {f}: {why}" for f, why in found)) from None
+    if spec.branch == "all":
+        raise BadSpec(f"{source}{_line_of(text, 'branch')}: branch: {_NO_KERNEL}")
+    return spec
 
 
 def _line_of(text: str, field: str) -> str:
@@ -700,6 +719,8 @@ def parse_inline(text: str) -> dict[str, Any]:
             wrong.append(f"{key}: needs a value: write {key}=...")
         else:
             table[name] = _value(raw, text=name in _TEXT_FIELDS) if equals else True
+    if settings.get("branch") == "all":
+        wrong.append(f"branch: {_NO_KERNEL}")
     if wrong:
         raise BadSpec(*wrong)
     return settings

@@ -138,7 +138,7 @@ def bench(
         title=title,
         cells=tuple(cells),
         gpu=find_gpu(as_gpu or card.name).name,
-        peers=tuple(_peers(peers, peer or [])),
+        peers=tuple(_peers(peers, peer or [], table)),
         table=table,
         layout=layout.value,
         rules=Rules(warm=l2 is L2.BOTH),
@@ -237,12 +237,14 @@ def _named(
     return "grid", list(grids.cells(shape)), []
 
 
-def _peers(names: str | None, callables: Sequence[str]) -> list[Peer]:
+def _peers(names: str | None, callables: Sequence[str], table: int | None) -> list[Peer]:
     from flashwright.measure.peers import registry
+    from flashwright.measure.tables import TABLES
 
     try:
         chosen = [n for n in names.split(",") if n.strip()] if names is not None else None
-        return registry.choose(chosen, callables)
+        always = TABLES[table].peers if table is not None else ()
+        return registry.choose(chosen, callables, always)
     except registry.UnknownPeer as error:
         raise typer.BadParameter(str(error), param_hint="--peers") from None
 

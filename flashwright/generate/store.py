@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -100,6 +100,20 @@ class Order:
         _make(self, folder, verified)
 
 
+_NOTED: list[dict[Path, None]] = []
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[Mapping[Path, None]]:
+    """The packages that are found or made in this context, in their order."""
+    used: dict[Path, None] = {}
+    _NOTED.append(used)
+    try:
+        yield used
+    finally:
+        _NOTED.remove(used)
+
+
 def find(order: Ordered) -> Path | None:
     """The package in the store; None if it was not made yet."""
     place = Cache().root / PACKAGES / order.name
@@ -113,9 +127,13 @@ def find_or_make(order: Ordered, tell: Tell, verified: bool = False) -> Path:
     lengths where such are known to be faster: this takes minutes. Raises Failed if no kernel can be
     made.
     """
-    found = find(order)
-    if found is not None:
-        return found
+    found = find(order) or _made(order, tell, verified)
+    for used in _NOTED:
+        used[found] = None
+    return found
+
+
+def _made(order: Ordered, tell: Tell, verified: bool) -> Path:
     cache = Cache()
     with cache.locked(order.key, PATIENCE):
         found = find(order)

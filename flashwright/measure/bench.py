@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from flashwright import gpu as gpus
 from flashwright.gpu import Gpu
+from flashwright.judge import nsa
 from flashwright.measure import machine, spot
 from flashwright.measure.ceilings import Ceilings, ceiling_of
 from flashwright.measure.contest import Contestant, ContestantRunner, Missing, ProcessFactory
@@ -34,6 +37,9 @@ BURST = (3, 10, 0.2)
 HIDDEN_FACTOR, HIDDEN_SECONDS = 1.2, 250e-6
 """By the wall clock a call may take this many times its event time, plus this many seconds: in
 back-to-back calls the GPU's clock is lower, and a launch from Python takes tens of microseconds."""
+LAUNCHES = 10
+"""How many times as many seconds a call of NSA as a whole may take: so many kernels are launched
+from Python, one after the other."""
 TRIES = 5  # of a burst: load from other processes on the host must not look like hidden work
 
 CellRecord = NumberRecord | AbsentRecord
@@ -216,7 +222,8 @@ class Contest:
         """Seconds per call by the wall clock; raises Ended if they contradict the event times."""
         least, most, about = BURST
         wanted = max(least, min(most, math.ceil(about / seconds)))
-        limit = HIDDEN_FACTOR * seconds + HIDDEN_SECONDS
+        launches = LAUNCHES if sampler.problem.spec.branch == "all" else 1
+        limit = HIDDEN_FACTOR * seconds + HIDDEN_SECONDS * launches
         beside, best = self.dependencies.linking(sampler.problem), math.inf
         for _ in range(TRIES):
             seed = self.dependencies.chance.getrandbits(30)
@@ -297,8 +304,10 @@ def _gpu_of(run: RunRecord) -> Gpu | None:
 
 
 def _extra(cell: Cell, seed: int) -> Mapping[str, Any]:
-    """Slopes, Sink and Idx, as far as the spec has them; they are the same in every call."""
+    """Slopes, Sink, Idx and gates, as far as the spec has them; they are the same in every call."""
     spec = cell.spec
+    if spec.branch == "all":
+        return dict(gates_of(spec, cell.batch, cell.length, seed))
     if not (spec.alibi or spec.sink or spec.branch == "selected"):
         return {}
     from flashwright.judge.inputs import make_inputs
@@ -311,3 +320,11 @@ def _extra(cell: Cell, seed: int) -> Mapping[str, Any]:
         dims = {"batch": 1, "q_len": 1, "kv_len": 1}
     made = make_inputs(narrow, dims, seed)
     return {name: array for name, array in made.items() if name not in ("Q", "K", "V")}
+
+
+def gates_of(spec: AttentionSpec, batch: int, tokens: int, seed: int) -> Iterator[tuple[str, Any]]:
+    """NSA's gates, (batch, tokens, heads): numbers in [0, 1) that fp16 and bf16 hold exactly."""
+    rng = np.random.default_rng(seed)
+    for name in nsa.GATES.values():
+        drawn = rng.integers(0, 256, (batch, tokens, spec.heads)) / 256
+        yield name, drawn.astype(np.float16)

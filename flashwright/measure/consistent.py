@@ -331,7 +331,7 @@ def spec_of(kernel: KernelRecord) -> AttentionSpec | str:
 
 def _cubin_of(name: str) -> str:
     """The name of the cubin that belongs to a file of a further kernel."""
-    return name if name == CLASSES else f"{name.partition('/')[0]}/kernel.cubin"
+    return name if name == CLASSES else f"{name.rpartition('/')[0]}/kernel.cubin"
 
 
 def _digest(path: Path) -> str:

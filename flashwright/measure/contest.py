@@ -41,8 +41,8 @@ class ContestantProcess(Protocol):
     def turn(self, calls: int, seed: int, cold: bool = True) -> list[float]:
         """Time this many calls; returns the seconds of each."""
 
-    def fetch(self, call: int, batch: int, head: int) -> Array:
-        """O of one head, from a call of the last turn or burst."""
+    def fetch(self, call: int, batch: int, head: int, name: str = "O") -> Array:
+        """One head of an output, from a call of the last turn or burst."""
 
     def burst(self, calls: int, seed: int) -> Burst:
         """Time back-to-back calls, each dependent on the one before, by the wall clock."""
@@ -179,10 +179,10 @@ class ContestantRunner:
         with self._counting_failures():
             return self._running_process().turn(calls, seed, cold)
 
-    def fetch(self, call: int, batch: int, head: int) -> Array:
+    def fetch(self, call: int, batch: int, head: int, name: str = "O") -> Array:
         """See ContestantProcess."""
         with self._counting_failures():
-            return self._running_process().fetch(call, batch, head)
+            return self._running_process().fetch(call, batch, head, name)
 
     def burst(self, calls: int, seed: int) -> Burst:
         """See ContestantProcess."""

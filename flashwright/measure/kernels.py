@@ -6,6 +6,7 @@ Each is a kernel package in the benchmark's folder, so that users can read and r
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,6 +42,18 @@ if TYPE_CHECKING:
 CODE, SPEC = "code.tl", "spec.toml"
 LENGTHS = ((1, 1), (63, 63), (128, 128), (1000, 1000), (130, 1000), (1000, 63))
 """The (queries, keys) on which a kernel is judged before it is timed; `verify` has more."""
+CALL = "call.py"
+"""In place of a launch plan: the call of a module of several kernels, which lie beside it."""
+WHOLE_NSA = "flashwright.sparse.contestant"
+"""The module that has this call, and makes its kernels: flashwright.nsa is above this one."""
+_CALL_TEXT = f'''"""The call of the kernels beside this file: a factory for `flashwright bench`."""
+
+from pathlib import Path
+
+from {WHOLE_NSA} import contestant
+
+attention = contestant(Path(__file__).parent)
+'''
 JUDGES = 4
 """Verdicts in parallel: most of a trial is spent waiting for processes to start."""
 
@@ -100,7 +113,8 @@ class KernelBuild:
 def _of_others(name: str, *files: str) -> bool:
     """Whether a file is one of `files` of a further kernel of the package, or says what they are
     for."""
-    return name in (package.CLASSES, package.STEPS) or name.partition("/")[2] in files
+    folder, _, own = name.rpartition("/")
+    return own in (package.CLASSES, package.STEPS, CALL) or (folder != "" and own in files)
 
 
 def read_map(text: str) -> dict[str, Any]:
@@ -119,6 +133,8 @@ def make(spec: AttentionSpec, gpu: str, card: Card | None) -> KernelBuild:
     from flashwright.author.builtin.reasoning import reasoning
 
     target, start = gpus.find(gpu), time.perf_counter()
+    if spec.branch == "all":
+        return _module(spec, gpu, card)
     try:
         written = write_code(write_sketch(spec), spec, target)
     except NothingFits as error:
@@ -135,6 +151,20 @@ def make(spec: AttentionSpec, gpu: str, card: Card | None) -> KernelBuild:
         seconds=_sum({"author": author}, made.seconds, *(one.seconds for one in further.values())),
         why=made.why or "; ".join(failed),
     )
+
+
+def _module(spec: AttentionSpec, gpu: str, card: Card | None) -> KernelBuild:
+    """NSA as a whole: the kernels that a call of flashwright.nsa makes on this card."""
+    made, start = KernelBuild(spec, gpu), time.perf_counter()
+    try:
+        if card is None or gpus.find(card.name).name != gpu:
+            raise RuntimeError(f"flashwright.nsa makes kernels for the card here, not for {gpu}")
+        found = importlib.import_module(WHOLE_NSA).packages(spec)
+    except (gpus.UnknownGpu, ImportError, RuntimeError) as error:
+        return replace(made, why=str(error))
+    files = {n: data if n.endswith("kernel.cubin") else _text(data) for n, data in found.items()}
+    took = {"build": round(time.perf_counter() - start, 3)}
+    return replace(made, files={**files, CALL: _CALL_TEXT}, seconds=took)
 
 
 def _sum(*parts: Mapping[str, float]) -> dict[str, float]:
@@ -272,7 +302,7 @@ def put(made: KernelBuild, place: Path) -> KernelBuild:
         raise cannot("use", place, error) from None
     last = (package.CLASSES, package.STEPS, package.RECORD)
     for name in sorted(made.files, key=lambda n: last.index(n) if n in last else -1):
-        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
         write(place / name, made.files[name])
     return replace(made, folder=str(place))
 
@@ -338,6 +368,10 @@ def _text(data: bytes) -> str:
 
 def judged(candidate: Candidate, spec: AttentionSpec, seed: int | None = None) -> Verdict:
     """The judge's verdict on a few lengths, which include every length class of a package."""
+    if spec.branch == "all":
+        from flashwright.measure import module_verdict
+
+        return module_verdict.judged(candidate, spec, seed)
     from flashwright.judge.form import bounds_of
     from flashwright.judge.judge import judge
 
@@ -381,7 +415,15 @@ def _judged(made: KernelBuild, judge: Judge) -> KernelRecord:
 
 def candidate_of(made: KernelBuild) -> Candidate:
     """The package as a candidate for the sandbox."""
-    return Candidate.package(Path(made.folder), made.name)
+    return _candidate(made.folder, made.name, CALL in made.files)
+
+
+def _candidate(folder: str, name: str, call: bool) -> Candidate:
+    """A package, or the call of a module of several."""
+    if not call:
+        return Candidate.package(Path(folder), name)
+    where = str((Path(folder) / CALL).resolve())
+    return Candidate("python", where, "attention", factory=True, title=name)
 
 
 def entry(record: KernelRecord, folder: str) -> Candidate | Missing:
@@ -392,4 +434,4 @@ def entry(record: KernelRecord, folder: str) -> Candidate | Missing:
     if not record.verdict.get("ok"):
         named = ", ".join(offences) or "it has no verdict"
         return Missing(f"the judge rejects it: {named}", offences[0] if offences else None)
-    return Candidate.package(Path(folder), record.name)
+    return _candidate(folder, record.name, CALL in record.others)

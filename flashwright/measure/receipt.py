@@ -126,6 +126,8 @@ class ReceiptDependencies:
     missing: str = ""
     contest: ContestDependencies = field(default_factory=ContestDependencies)
     build: Callable[[str, AttentionSpec, str, Card], KernelBuild] = kernels.from_tl
+    make: Callable[[AttentionSpec, str, Card], KernelBuild] = kernels.make
+    """Makes a module of several kernels, which has no TL of its own."""
     judge: Judge = kernels.judged
     peers: Callable[[], Mapping[str, Peer]] = registry.known
     environment: Callable[[Iterable[Peer]], Mapping[str, str]] = versions
@@ -367,7 +369,7 @@ class _KernelCheck:
             return "the reference that its spec names is not in the file"
         if any(f.status == "differs" and f.name == "run.settings.specs" for f in self.run.fields):
             return "the specs of the file are not those of its run"
-        if not record.tl:
+        if not record.tl and not _is_module(record):
             return "its TL is not in the file"
         try:
             gpus.find(record.gpu)
@@ -406,6 +408,11 @@ class _KernelCheck:
             "kernel.map": record.map,
             "kernel.gpu": record.gpu,
         }
+        if _is_module(record):  # it is made again, and all of its files are compared
+            yield exact("kernel.source", record.source, "")
+            yield exact("kernel.map", record.map, {})
+            yield exact("kernel.gpu", record.gpu, record.gpu)
+            return
         if not record.tl:
             for name, value in recorded.items():
                 yield unchecked(name, value, "its TL is not in the file")
@@ -506,6 +513,8 @@ class _KernelCheck:
 
     def _built(self, record: KernelRecord, spec: AttentionSpec, card: Card) -> KernelBuild:
         """Build the package again, with all its kernels."""
+        if _is_module(record):
+            return self.dependencies.make(spec, record.gpu, card)
         built = self.dependencies.build(record.tl, spec, record.gpu, card)
         if STEPS in record.others:
             return built
@@ -528,8 +537,9 @@ class _KernelCheck:
             yield from _not_built(record, why)
             return
         reason = "the same translator and compiler make a different one"
-        digests = {n: d for n, d in built.hashes.items() if n.endswith("cubin")}
-        recorded = {n: d for n, d in record.hashes.items() if n.endswith("cubin")}
+        every = _is_module(record)
+        digests = {n: d for n, d in built.hashes.items() if every or n.endswith("cubin")}
+        recorded = {n: d for n, d in record.hashes.items() if every or n.endswith("cubin")}
         for name in dict.fromkeys((*digests, *recorded)):
             before, found = recorded.get(name), digests.get(name)
             yield exact(f"kernel.hashes.{name}", before, found, reason)
@@ -655,6 +665,11 @@ def _absent(absent: AbsentRecord | None, found: Results, cell: str, who: str) ->
         yield exact(f"absent.offence{_end(who)}", absent.offence, lost.offence, lost.why)
     else:
         yield Field(f"number.who{_end(who)}", "differs", text, "no time", "it has no line")
+
+
+def _is_module(record: KernelRecord) -> bool:
+    """Whether it is a call of several kernels, without TL of its own."""
+    return not record.tl and kernels.CALL in record.others
 
 
 def _not_built(record: KernelRecord, why: str) -> Iterator[Field]:

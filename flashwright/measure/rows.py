@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashwright.measure import tables
@@ -10,9 +9,6 @@ from flashwright.measure.peers import registry
 from flashwright.measure.records import OURS, NumberRecord
 from flashwright.measure.results import Results
 from flashwright.spec import AttentionSpec, BadSpec
-
-NSA = 9
-NSA_TOTAL = "nsa, all three branches"
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,7 @@ class RowEntry:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One cell, or the sum of several."""
+    """One cell."""
 
     kernel: str
     size: str
@@ -53,10 +49,7 @@ def rows(results: Results, gpu: str | None = None) -> list[BenchRow]:
     table = table_of(results)
     seconds = table is not None and tables.TABLES[table].unit == "s"
     names = {peer.name: peer.stands_for for peer in registry.known().values()}
-    found = [_row(results, cell, table, gpu, names, seconds) for cell in results.cells]
-    if table == NSA:
-        found += _totals(results, names)
-    return found
+    return [_row(results, cell, table, gpu, names, seconds) for cell in results.cells]
 
 
 def table_of(results: Results) -> int | None:
@@ -140,32 +133,6 @@ def _figures(
     wanted = gpu or tables.TABLES[table].gpus[0]
     every = tables.figures(table, spec, length)
     return next((one for one in every if one.gpu == wanted), None)
-
-
-def _totals(results: Results, names: dict[str, tuple[str, ...]]) -> Iterator[BenchRow]:
-    """NSA's time is the sum of its branches; a contestant that lacks a branch has no total."""
-    by_length: dict[int, list[str]] = {}
-    for cell in results.cells:
-        by_length.setdefault(int(_split(cell)[1]), []).append(cell)
-    branches = len({_split(cell)[0] for cell in (results.run.cells if results.run else ())})
-    for length, cells in sorted(by_length.items()):
-        total: dict[str, float] = {}
-        for who in results.contestants:
-            parts = [s for cell in cells if (s := results.seconds(cell, who)) is not None]
-            if len(parts) == branches:
-                total[who] = sum(parts)
-        figures, ours = tables.nsa_total(length), total.get(OURS)
-        entries = tuple(
-            _entry(
-                who,
-                total.get(who),
-                total[who] / ours if ours and who != OURS and who in total else None,
-                figures,
-                names,
-            )
-            for who in results.contestants
-        )
-        yield BenchRow(NSA_TOTAL, str(length), "s", entries)
 
 
 # --- words ------------------------------------------------------------------------------------

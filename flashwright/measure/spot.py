@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flashwright.judge import oracle
+from flashwright.judge import nsa, oracle
 from flashwright.measure.timing import Rules, Turn
 from flashwright.sandbox.problem import TimedProblem, inputs_of
 from flashwright.sandbox.process import Ended
@@ -25,13 +25,22 @@ TURNS = 2
 LATER = 0.1
 """Probability that a later turn is sampled, so that cheating after five rounds is caught too."""
 
-Expected = Callable[[TimedProblem, int, int, int, Array | None], Array]
-"""O of one head in fp64, from the problem, the call's seed, batch, head, and the output whose signs
-Q takes (None: Q is as drawn)."""
+Heads = Mapping[int, Array]
+"""O of some heads, by their number."""
+Expected = Callable[[TimedProblem, int, int, int, Heads | None, Array | None, float], Array]
+"""O of one head in fp64, from the problem, the call's seed, batch, head, the outputs whose signs Q
+takes (None: Q is as drawn), the blocks that the call chose, and a factor on the usual limits.
+Raises WrongChoice for blocks that may not be chosen."""
 
 
 def expected(
-    problem: TimedProblem, seed: int, batch: int, head: int, signs: Array | None = None
+    problem: TimedProblem,
+    seed: int,
+    batch: int,
+    head: int,
+    before: Heads | None = None,
+    blocks: Array | None = None,
+    slack: float = 1.0,
 ) -> Array:
     """Draw the inputs of a timed call again and compute one head's attention in fp64 on the GPU."""
     import torch
@@ -39,12 +48,21 @@ def expected(
     from flashwright.judge import oracle_device
 
     made = inputs_of(problem, seed)
+    device = made["Q"].device
     kv_head = head * problem.spec.kv_heads // problem.spec.heads
-    one = {"Q": made["Q"][batch : batch + 1, head : head + 1]}
-    if signs is not None:
-        before = torch.from_numpy(signs).to(one["Q"].device)
+    heads = heads_of(problem, head)
+    one = {"Q": made["Q"][batch : batch + 1, heads.start : heads.stop]}
+    if before is not None:
+        signs = torch.from_numpy(np.stack([before[h] for h in heads])).to(device)
         one["Q"] = one["Q"].clone()
-        sign(torch, one["Q"], one["Q"].clone(), before)
+        sign(torch, one["Q"], one["Q"].clone(), signs[None])
+    if blocks is not None:
+        one |= {n: made[n][batch : batch + 1, kv_head : kv_head + 1] for n in ("K", "V")}
+        one["Idx"] = torch.from_numpy(blocks).to(device)[None, None]
+        gates = nsa.GATES.values()
+        one |= {n: made[n][batch : batch + 1, :, heads.start : heads.stop] for n in gates}
+        out = nsa.attention(torch, problem.spec, one, head - heads.start, slack)
+        return out.cpu().numpy()  # type: ignore[no-any-return]
     if problem.sequences:
         parts = list(_each_sequence(problem, made, one["Q"], batch, head))
         return torch.cat(parts).cpu().numpy()  # type: ignore[no-any-return]
@@ -103,11 +121,19 @@ def _keys_of(
     return plain[:, kv_head][pages].flatten(0, 1)[:many].view(tensor.dtype)
 
 
+def heads_of(problem: TimedProblem, head: int) -> range:
+    """The heads whose outputs the answer for one head needs."""
+    if problem.spec.branch != "all":
+        return range(head, head + 1)
+    first = head - head % problem.spec.group
+    return range(first, first + problem.spec.group)
+
+
 class OutputSource(Protocol):
     """A process whose outputs can be fetched."""
 
-    def fetch(self, call: int, batch: int, head: int) -> Array:
-        """O of one head, from a call of the last turn or burst."""
+    def fetch(self, call: int, batch: int, head: int, name: str = "O") -> Array:
+        """One head of an output, from a call of the last turn or burst."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +142,7 @@ class SampledTurn:
 
     seed: int
     outputs: tuple[Array, ...]
+    blocks: tuple[Array | None, ...]
     chosen: int
     """The call that is compared."""
 
@@ -154,14 +181,26 @@ class OutputSampler:
             return
         calls = range(turn.calls)
         outputs = tuple(self.source.fetch(call, self.batch, self.head) for call in calls)
-        self.sampled.append(SampledTurn(turn.seed, outputs, self.chance.randrange(turn.calls)))
+        blocks = tuple(self._blocks(call, self.batch, self.head) for call in calls)
+        chosen = self.chance.randrange(turn.calls)
+        self.sampled.append(SampledTurn(turn.seed, outputs, blocks, chosen))
+
+    def _blocks(self, call: int, batch: int, head: int) -> Array | None:
+        """The blocks that a call chose for a head's group, (tokens, top_k)."""
+        if "Idx" not in self.problem.outputs:
+            return None
+        return self.source.fetch(call, batch, head // self.problem.spec.group, "Idx")
 
     def judge(self, expected: Expected, slack: float = 1.0) -> OutputCheck:
         """After the rounds: compare one output of each sampled turn with fp64."""
         worst = 0.0
         for number, one in enumerate(self.sampled, 1):
-            output = one.outputs[one.chosen]
-            right = expected(self.problem, one.seed + one.chosen, self.batch, self.head, None)
+            output, blocks = one.outputs[one.chosen], one.blocks[one.chosen]
+            call = (one.seed + one.chosen, self.batch, self.head)
+            try:
+                right = expected(self.problem, *call, None, blocks, slack)
+            except nsa.WrongChoice as error:
+                return OutputCheck(number, None, *self._offence(output, str(error)))
             result = self._compare(output, right, slack)
             if not result.ok:
                 return OutputCheck(number, None, *self._offence(output, result.reason))
@@ -172,10 +211,16 @@ class OutputSampler:
         """After a burst: compare one output, with Q's signs from the one before. Raises Ended."""
         call, batch = self.chance.randrange(1, calls), self.chance.randrange(self.problem.batch)
         head = self.chance.randrange(self.problem.spec.heads)
-        signs, output = (self.source.fetch(n, batch, head) for n in (call - 1, call))
-        result = self._compare(output, expected(self.problem, seed, batch, head, signs), slack)
-        if not result.ok:
-            text = f"call {call} of a burst that our own clock timed is wrong: {result.reason}"
+        heads = heads_of(self.problem, head)
+        before = {h: self.source.fetch(call - 1, batch, h) for h in heads}
+        output, blocks = self.source.fetch(call, batch, head), self._blocks(call, batch, head)
+        try:
+            right = expected(self.problem, seed, batch, head, before, blocks, slack)
+            reason = self._compare(output, right, slack).reason
+        except nsa.WrongChoice as error:
+            reason = str(error)
+        if reason:
+            text = f"call {call} of a burst that our own clock timed is wrong: {reason}"
             raise Ended("wrong", text)
 
     def _compare(self, output: Array, right: Array, slack: float) -> oracle.Comparison:

@@ -78,7 +78,9 @@ def work_of(
 
     Without `idx`, a selected branch counts top_k full blocks, limited by the causal mask.
     """
-    if spec.branch == "selected":
+    if spec.branch == "all":
+        pairs = _all(spec, batch, q_len)
+    elif spec.branch == "selected":
         pairs = _selected(spec, batch, q_len, kv_len, idx)
     else:
         rows = _visible(spec, q_len, kv_len)
@@ -126,3 +128,13 @@ def _selected(
     end = np.minimum(np.minimum(begin + spec.selected_block, kv_len), p[:, None] + 1)
     seen = np.where(idx >= 0, np.maximum(end - begin, 0), 0)
     return int(seen.sum()) * spec.group
+
+
+def _all(spec: AttentionSpec, batch: int, tokens: int) -> int:
+    """The pairs of NSA's three branches. Whichever blocks are chosen, the last one is cut off."""
+    p = np.arange(tokens, dtype=np.int64)
+    block = spec.selected_block
+    of_means = (p + 1) // spec.block
+    chosen = np.minimum(p // block, spec.top_k - 1) * block + p % block + 1
+    near = np.minimum(p + 1, spec.window or 0)
+    return int((of_means + chosen + near).sum()) * batch * spec.heads

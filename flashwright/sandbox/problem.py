@@ -26,7 +26,7 @@ class TimedProblem:
     layout: str = "bshd"
     """The memory order of Q, K and V. The candidate always gets (batch, heads, length, dim)."""
     extra: Mapping[str, Array] = field(default_factory=dict)
-    """The other inputs (Slopes, Sink, Idx): the same in every call."""
+    """The other inputs (Slopes, Sink, Idx, gates): the same in every call."""
     kv_len: int | None = None
     """Number of keys; None means as many as queries."""
     dims: Mapping[str, int] = field(default_factory=dict)
@@ -59,6 +59,16 @@ class TimedProblem:
         if batch.page is not None:
             return sum(-(-keys // batch.page) for _, keys in self.sequences), batch.page
         return 1, sum(keys for _, keys in self.sequences)
+
+    @property
+    def outputs(self) -> dict[str, tuple[tuple[int, int, int, int], str]]:
+        """Shape and type of what a call returns: O, and the blocks that NSA as a whole chose."""
+        spec = self.spec
+        found: dict[str, tuple[tuple[int, int, int, int], str]]
+        found = {"O": ((self.batch, spec.heads, self.length, spec.value_dim), spec.output_dtype)}
+        if spec.branch == "all":
+            found["Idx"] = ((self.batch, spec.kv_heads, self.length, spec.top_k), "int32")
+        return found
 
     @property
     def sizes(self) -> dict[str, int]:

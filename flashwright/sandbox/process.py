@@ -152,8 +152,8 @@ class Sandbox:
         """The judge's memory, which holds the tensors."""
         self._before: list[Launched] | str = []
         """The launches of an earlier process, which was replaced by one with more memory."""
-        self.places: list[Placed] = []
-        """The outputs of timed calls in the memory."""
+        self.places: list[dict[str, Placed]] = []
+        """The outputs of each timed call in the memory, by their names."""
         self.sealed = False
         """Whether seccomp filters its system calls, so that it cannot reach the judge."""
         self.gaps: tuple[str, ...] = ()
@@ -477,17 +477,18 @@ class Sandbox:
             layout=problem.layout,
             kv_len=problem.kv_len,
             sequences=problem.sequences,
-            places=[place.request() for place in self.places],
+            places=[[one.request() for one in place.values()] for place in self.places],
         )
 
-    def _places(self, problem: TimedProblem) -> list[Placed]:
+    def _places(self, problem: TimedProblem) -> list[dict[str, Placed]]:
         """Room for the outputs of a burst's calls, or for as many as fit into the memory."""
-        spec = problem.spec
-        shape = (problem.batch, spec.heads, problem.length, spec.value_dim)
-        one = Layout.of({}, {"O": (shape, spec.output_dtype)}, returns=False, guard=0)
+        one = Layout.of({}, problem.outputs, returns=False, guard=0)
         self._provide(max(_LEAST_PLACES * one.size, min(_PLACES * one.size, _PLACES_BYTES)))
         count = min(_PLACES, self.memory.size // max(1, one.size))
-        return [replace(one.outputs["O"], at=n * one.size) for n in range(count)]
+        return [
+            {name: replace(out, at=n * one.size + out.at) for name, out in one.outputs.items()}
+            for n in range(count)
+        ]
 
     def turn(self, calls: int, seed: int, cold: bool = True) -> list[float]:
         """Seconds of each of `calls` calls, by events. Call i has the inputs of seed + i."""
@@ -512,15 +513,16 @@ class Sandbox:
         self._ask("burst", calls=calls)
         return Burst(calls, time.perf_counter() - start)
 
-    def fetch(self, call: int, batch: int, head: int) -> Array:
-        """O of one head of a call of the last turn or burst, in fp32, from the judge's memory."""
-        place = self.places[call % len(self.places)]
+    def fetch(self, call: int, batch: int, head: int, name: str = "O") -> Array:
+        """One head of an output of a call of the last turn or burst, from the judge's memory: O in
+        fp32, whole numbers as they are."""
+        place = self.places[call % len(self.places)][name]
         width = DTYPES[place.dtype].itemsize
         at = batch * place.steps[0] + head * place.steps[1]
         _, _, rows, dim = place.shape
         bits = self.memory.read(place.at + at * width, rows * dim * width)
-        found: Array = bits.view(DTYPES[place.dtype]).reshape(rows, dim).astype(np.float32)
-        return found
+        found: Array = bits.view(DTYPES[place.dtype]).reshape(rows, dim)
+        return found if place.dtype == "int32" else found.astype(np.float32)
 
 
 def _called(

@@ -33,14 +33,14 @@ class Timed:
         self,
         call: Callable[..., Any],
         problem: TimedProblem,
-        places: Sequence[Any],
+        places: Sequence[Sequence[Any]],
         plain: Callable[[str, Any], Any],
     ) -> None:
         import torch
 
         self.torch, self.call, self.problem = torch, call, problem
         self.places, self.plain = places, plain
-        """Tensors in the judge's memory. The output of call i goes to number i, modulo their
+        """Tensors in the judge's memory. The outputs of call i go to number i, modulo their
         count."""
         self.ring = [problem.empty() for _ in range(RING)]
         self.given = [[problem.passed(n, x) for n, x in drawn.items()] for drawn in self.ring]
@@ -109,13 +109,22 @@ class Timed:
         self.torch.cuda.synchronize()
 
     def _keep(self, number: int, found: Any) -> Any:
-        """Copy an output to the judge's memory, on the candidate's stream."""
-        several = found if isinstance(found, tuple | list) else (found,)
-        out = self.problem.returned(self.plain("O", several[0] if several else None))
-        place = self.places[number % len(self.places)]
-        if out.shape != place.shape or out.dtype != place.dtype:
-            raise NoTensor(f"O is {tuple(out.shape)} of {out.dtype}, not {tuple(place.shape)}")
-        return place.copy_(out)
+        """Copy the outputs to the judge's memory, on the candidate's stream. Returns O.
+
+        A library that does not return the blocks that it chose gives a function that finds them
+        again, outside of the time: an O of other blocks would be wrong.
+        """
+        several = (*found,) if isinstance(found, tuple | list) else (found,)
+        several += (None,) * len(self.problem.outputs)
+        places = self.places[number % len(self.places)]
+        for name, one, place in zip(self.problem.outputs, several, places, strict=False):
+            out = self.plain(name, one() if name != "O" and callable(one) else one)
+            out = self.problem.returned(out) if name == "O" else out.to(place.dtype)
+            if out.shape != place.shape or out.dtype != place.dtype:
+                shapes = f"{tuple(out.shape)} of {out.dtype}, not {tuple(place.shape)}"
+                raise NoTensor(f"{name} is {shapes}")
+            place.copy_(out)
+        return places[0]
 
 
 def linking(problem: TimedProblem) -> float:

@@ -201,11 +201,12 @@ class Worker:
         spec: Mapping[str, Any],
         extra: list[str],
         dims: Mapping[str, int],
-        places: list[dict[str, Any]],
+        places: list[list[dict[str, Any]]],
         sequences: Sequence[Sequence[int]] = (),
         **sizes: Any,
     ) -> dict[str, Any]:
-        """Draw a problem's inputs and call once. `places` are the judge's, for the outputs."""
+        """Draw a problem's inputs and call once. `places` are the judge's, for each call's
+        outputs."""
         from flashwright.sandbox.problem import TimedProblem
         from flashwright.sandbox.timed import Timed
         from flashwright.spec import AttentionSpec
@@ -219,7 +220,7 @@ class Worker:
         function = self.function
         if self.candidate.kind == "package":
             function = _by_name(function, problem)
-        outputs = [self.device.tensor(self.memory, told) for told in places]
+        outputs = [[self.device.tensor(self.memory, one) for one in place] for place in places]
         self.timed = Timed(function, problem, outputs, self.device.plain)
         return {}
 

@@ -53,6 +53,18 @@ def test_one_cell_and_its_receipt(tmp_path: Path) -> None:
     assert "1 holds" in checked.output
 
 
+def test_nsa_as_a_whole_is_timed_and_compared_by_the_blocks_that_it_chose(tmp_path: Path) -> None:
+    cell = ["--table", "9", "--variant", "nsa", "--length", "2048"]
+    out = tmp_path / "bench"
+    done = CliRunner().invoke(app, ["bench", *cell, "--peers", "naive,fla", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    found = Results.of(read(out))
+    assert {who for _, who in found.numbers} >= {OURS, "naive torch"}
+    (kernel,) = found.kernels.values()
+    assert kernel.verdict["ok"]
+    assert sum(name.endswith("kernel.cu") for name in kernel.others) >= 6
+
+
 Line = NumberRecord | AbsentRecord
 
 

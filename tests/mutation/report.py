@@ -40,13 +40,13 @@ $ python -m tests.mutation.report --write                 # writes this page
 
 A mutant is killed only if a diagnostic names the right line (`tests/mutation/test_mutants.py` has
 the rule). `make test` tries all mutants of two programs, and `make test-slow` those of five more.
-`make test-slow` also takes every third built-in program (of all variants, masks and options for
+`make test-slow` also takes every sixth built-in program (of all variants, masks and options for
 three GPUs, with one head dim) and tries one mutant of each of the twelve classes in `STATED`
 (`tests/mutation/mutants.py`).
 
 Derived [backward passes](gradients.md) are mutated too (`BACKWARD` in `tests/mutation/trial.py`):
-`make test` tries two mutants of each class in one of them, and `make test-slow` a third of all
-mutants of four, another one in each of three. Their run names the gradient that is wrong, and no
+`make test` tries two mutants of each class in one of them, and `make test-slow` a tenth of all
+mutants of four, another tenth in each. Their run names the gradient that is wrong, and no
 line is asked of it.
 """
 Row = tuple[str, str, str, str, str]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from flashwright.build.driver import Card
+from flashwright.judge.nsa import WrongChoice
 from flashwright.judge.offences import offence
 from flashwright.judge.oracle import Comparison
 from flashwright.judge.verdict import Case, Verdict
@@ -22,6 +23,7 @@ from flashwright.measure.kernels import KernelBuild
 from flashwright.measure.peers.registry import Peer
 from flashwright.measure.records import OURS, RunRecord
 from flashwright.measure.session import SessionDependencies
+from flashwright.measure.spot import Heads
 from flashwright.sandbox.candidate import Candidate, Unable
 from flashwright.sandbox.problem import TimedProblem
 from flashwright.sandbox.process import Burst, Ended
@@ -33,12 +35,21 @@ MS = 1e-3
 
 
 def right(
-    problem: TimedProblem, seed: int, batch: int, head: int, signs: Array | None = None
+    problem: TimedProblem,
+    seed: int,
+    batch: int,
+    head: int,
+    before: Heads | None = None,
+    blocks: Array | None = None,
+    slack: float = 1.0,
 ) -> Array:
-    """Stands for attention in fp64: numbers that nobody guesses."""
+    """Stands for attention in fp64: numbers that nobody guesses. Only the first block may be
+    chosen."""
+    if blocks is not None and blocks.any():
+        raise WrongChoice("query 0 reads blocks that are lighter than others")
     rng = np.random.default_rng([seed, batch, head])
     drawn = rng.standard_normal((8, problem.spec.value_dim))
-    return drawn if signs is None else np.roll(np.copysign(drawn, signs), 1, axis=0)
+    return drawn if before is None else np.roll(np.copysign(drawn, before[head]), 1, axis=0)
 
 
 @dataclass
@@ -53,6 +64,8 @@ class Behaviour:
     """Whether a call of a burst needs the one before."""
     output: Callable[[Array, int], Array] = lambda exact, call: exact
     """What becomes of the right answer to a call."""
+    block: int = 0
+    """The block that it chooses, where it chooses any."""
     ends: Callable[[str, Cell | None, int], str | None] = lambda what, problem, times: None
     """An offence, where it ends: what it is asked, for which problem, how often so far."""
     unable: str = ""
@@ -143,9 +156,11 @@ class FakeProcess:
         self.world.time += (calls + 1) * one
         return [one * (1 + 0.001 * n) for n in range(calls)]
 
-    def fetch(self, call: int, batch: int, head: int) -> Array:
+    def fetch(self, call: int, batch: int, head: int, name: str = "O") -> Array:
         assert self.problem is not None
         self._event("fetch", call, batch, head)
+        if name == "Idx":
+            return np.full((8, self.problem.spec.top_k), self.does.block, np.int32)
         return self._output(call, batch, head).astype(np.float32)
 
     def _output(self, call: int, batch: int, head: int) -> Array:
@@ -155,7 +170,7 @@ class FakeProcess:
         if self.in_burst:
             seed = self.seed
             linked = call and self.does.linked
-            signs = self._output(call - 1, batch, head) if linked else None
+            signs = {head: self._output(call - 1, batch, head)} if linked else None
         return self.does.output(right(self.problem, seed, batch, head, signs), call)
 
     def burst(self, calls: int, seed: int) -> Burst:

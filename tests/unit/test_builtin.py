@@ -87,7 +87,16 @@ def bare(code: str) -> str:
 
 # mla-decode has widths of its own, and keys in pages: test_mla.py.
 WIDTHS = [(v, d) for v in VARIANTS if v != "mla-decode" for d in head_dims(v)]
-CASES = [(*width, dtype) for width in WIDTHS for dtype in DTYPES]
+EVERY = [(*width, dtype) for width in WIDTHS for dtype in DTYPES]
+# On the CPU bf16 differs from fp16 in its rounding alone, an mqa from a gqa in its heads, and so
+# does NSA's window.
+CASES = [
+    (variant, width, dtype)
+    for number, (variant, width) in enumerate(WIDTHS)
+    if variant not in ("mqa", "nsa-window") or width == 128
+    for dtype in DTYPES
+    if dtype != "bf16" or number % 4 == 0
+]
 # The others are among the slow tests.
 FEW = [("mqa", 128, "fp8"), ("nsa-compressed", 256, "fp16")]
 
@@ -133,7 +142,7 @@ def test_without_the_log_sum_exp() -> None:
 def test_the_author_serves_every_gpu() -> None:
     """What the table of variants promises; the exceptions are the ones listed here."""
     too_small = set()
-    for variant, head_dim, dtype in CASES:
+    for variant, head_dim, dtype in EVERY:
         for gpu in (*USUAL, GPUS["a6000"], GPUS["b200"], GPUS["rtx5090"]):
             spec = specs(variant, head_dim, dtype)[0]
             if gpu.takes(spec.input_dtype) and written(spec, gpu) is None:

@@ -193,7 +193,7 @@ class Outputs:
         self.change, self.seed = change, 0
         self.fetched: list[tuple[int, int, int]] = []
 
-    def fetch(self, call: int, batch: int, head: int) -> Any:
+    def fetch(self, call: int, batch: int, head: int, name: str = "O") -> Any:
         self.fetched.append((call, batch, head))
         seed = self.seed + call
         found = self.change(right(PROBLEM, seed, batch, head), seed)

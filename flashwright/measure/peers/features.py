@@ -18,6 +18,7 @@ _FEATURES: Mapping[str, Callable[[AttentionSpec], object]] = {
     "sink tokens": lambda spec: spec.sink_tokens is not None,
     "compressed keys": lambda spec: spec.branch == "compressed",
     "selected blocks of keys": lambda spec: spec.branch == "selected",
+    "NSA as a whole": lambda spec: spec.branch == "all",
     "V of another width than K": lambda spec: spec.value_dim != spec.head_dim,
     SEQUENCES: lambda spec: spec.batch is not None,
     "caches in 8 bits with scales": lambda spec: spec.kv_dtype is not None,

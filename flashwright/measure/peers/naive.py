@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from flashwright.judge import nsa
 from flashwright.measure.peers.features import features
 from flashwright.sandbox.candidate import Unable
 from flashwright.spec import AttentionSpec
@@ -21,7 +22,43 @@ def naive_torch(spec: AttentionSpec) -> Callable[..., Any]:
     """Supports every spec without a reference; computes fp8 in bf16."""
     if "a reference of its own" in features(spec):
         raise Unable("it does not support a spec with a reference of its own")
-    return _Naive(spec)
+    return _NaiveNsa(spec) if spec.branch == "all" else _Naive(spec)
+
+
+class _NaiveNsa:
+    """NSA as a whole: its branches one by one, with all scores in memory (nsa.py)."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        import torch
+
+        self.spec, self.torch = spec, torch
+        self.branches = {name: _Naive(nsa.branch_of(spec, name)) for name in nsa.GATES}
+
+    def __call__(self, q: Any, k: Any, v: Any, *gates: Any) -> Any:
+        pooled = [nsa.means(x, self.spec.block) for x in (k, v)]
+        idx = self._blocks(q, pooled[0])
+        given = {"compressed": pooled, "selected": (k, v, idx), "window": (k, v)}
+        out = self.torch.zeros_like(q)
+        for (name, tensors), gate in zip(given.items(), gates, strict=True):
+            out += self.branches[name](q, *tensors) * gate.mT[..., None].to(q.dtype)
+        return out, idx
+
+    def _blocks(self, q: Any, means: Any) -> Any:
+        """The blocks of each query: the first, its own and the one before, then the heaviest."""
+        torch, spec, count = self.torch, self.spec, -(-q.shape[2] // self.spec.block)
+        place = torch.arange(q.shape[2], device=q.device)[:, None]
+        number, own = torch.arange(count, device=q.device), place // spec.block
+        scores = (q.unflatten(1, (spec.kv_heads, -1)) @ means[:, :, None].mT) * spec.softmax_scale
+        scores = scores.masked_fill(
+            number[: means.shape[2]] >= (place + 1) // spec.block, -torch.inf
+        )
+        heavy = torch.softmax(scores, dim=-1, dtype=torch.float32).nan_to_num().sum(2)
+        heavy = torch.nn.functional.pad(heavy, (0, count - means.shape[2]))
+        always = (number == 0) | (number == own) | (number == own - 1)
+        heavy = heavy.masked_fill(always, torch.inf).masked_fill(number > own, -1.0)
+        best, found = heavy.topk(min(spec.top_k, count), dim=-1)
+        found = torch.where(best < 0, -1, found)
+        return torch.nn.functional.pad(found, (0, spec.top_k - found.shape[3]), value=-1)
 
 
 class _Naive:
@@ -111,7 +148,7 @@ class _Naive:
 
 def _parts(batch: int, heads: int, kv_heads: int, scores: int) -> Iterator[tuple[slice, slice]]:
     """Slices of the batch and of the kv heads, each with at most SCORES scores."""
-    group = heads // kv_heads
+    group, scores = heads // kv_heads, max(1, scores)
     many_heads = max(1, min(kv_heads, SCORES // (group * scores)))
     many = max(1, min(batch, SCORES // (heads * scores))) if many_heads == kv_heads else 1
     for b in range(0, batch, many):

@@ -83,6 +83,7 @@ BUILT_IN = (
     ),
     _package("fa2", "FlashAttention-2", "flash_attention_2", "flash_attn", "flash_attn"),
     _package("flashinfer", "FlashInfer", "flash_infer", "flashinfer", "flashinfer-python"),
+    _package("fla", "fla, Flex window", "flash_linear_attention", "fla", "fla-core"),
 )
 
 
@@ -98,14 +99,17 @@ def known() -> dict[str, Peer]:
     return found
 
 
-def choose(asked: Sequence[str] | None, callables: Sequence[str] = ()) -> list[Peer]:
-    """The peers asked for, or all installed ones; then callables. Raises UnknownPeer.
+def choose(
+    asked: Sequence[str] | None, callables: Sequence[str] = (), always: Sequence[str] = ()
+) -> list[Peer]:
+    """The peers asked for, or all installed ones and `always` those; then callables. Raises
+    UnknownPeer.
 
     `none` stands for no peer. A callable is `file.py:function` or `module:function`.
     """
     every = known()
     if asked is None:
-        chosen = [peer for peer in every.values() if peer.installed]
+        chosen = [peer for peer in every.values() if peer.installed or peer.key in always]
     else:
         chosen = [_find(key, every) for key in dict.fromkeys(asked) if key != "none"]
     for text in callables:
