@@ -31,7 +31,7 @@ def told(file: str, options_text: str) -> dict[str, Any]:
     definition, options = json.loads(Path(file).read_text()), json.loads(options_text)
     space: dict[str, Any] = {}
     exec(compile(definition["reference"], "reference", "exec"), space)
-    given = _workload(definition, options)
+    given = workload(definition, options)
     wanted = dict(zip(definition["outputs"], space["run"](**given), strict=True))
     errors = {}
     for causal in (False, True):
@@ -63,7 +63,7 @@ def _error(spec: Any, given: dict[str, Any], wanted: dict[str, Any]) -> float:
     return float((o.double() - output).norm() / output.norm())
 
 
-def _workload(definition: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def workload(definition: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Small inputs of a Definition; pages lie in any order."""
     torch.manual_seed(0)
     ragged, decode = "kv_indices" not in definition["inputs"], options.get("decode") is not None

@@ -473,7 +473,7 @@ def test_a_solution_computes_what_its_definition_says(
         outputs[1].copy_(lse)
 
     main = solution_module(tmp_path, solution, launch, monkeypatch)
-    inputs = definition_process._workload(one, {**options, "variant": variant})
+    inputs = definition_process.workload(one, {**options, "variant": variant})
     output = torch.empty_like(inputs["q"])
     lse = torch.empty(inputs["q"].shape[:2])
     main.run(*inputs.values(), output, lse)
