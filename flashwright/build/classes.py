@@ -162,6 +162,13 @@ def _upwards(path: Path, found: Classes) -> None:
             raise _bad(path, text, "put the rules in the order of their up_to, each once")
 
 
+def _from_outside(spec: specs.AttentionSpec) -> specs.AttentionSpec:
+    """The spec of a subfolder as the folder above has it: the path of a reference is relative."""
+    if spec.reference is None:
+        return spec
+    return spec.model_copy(update={"reference": spec.reference.removeprefix("../")})
+
+
 def _belongs(path: Path, name: str, plan: LaunchPlan) -> None:
     """Check that a further kernel is a package in a subfolder for the same spec and GPU."""
     hint = "`flashwright tune` makes such packages; without the file the package's own kernel is"
@@ -173,7 +180,7 @@ def _belongs(path: Path, name: str, plan: LaunchPlan) -> None:
         raise _bad(path, f"there is no subfolder {name!r}, which a rule names", hint)
     mine, its = path.with_name(SPEC), folder / SPEC
     try:
-        if mine.is_file() and its.is_file() and specs.load(mine) != specs.load(its):
+        if mine.is_file() and its.is_file() and specs.load(mine) != _from_outside(specs.load(its)):
             raise _bad(path, f"{name!r} is a kernel for another spec: {its}", hint)
     except specs.BadSpec as error:
         raise Failed(*(Diagnostic("FW852", line) for line in error.lines)) from None

@@ -12,6 +12,7 @@ from flashwright.files import cannot
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 if TYPE_CHECKING:
+    from flashwright.formats.task import Task
     from flashwright.spec import AttentionSpec
 
 SECONDS = 60.0
@@ -28,6 +29,8 @@ class Request:
     """The user's description, or empty. It is data for a prompt, never an instruction."""
     reference: bytes | None = None
     """The content of the file that the spec's `reference` names."""
+    task: Task | None = None
+    """The task of a benchmark that it comes from."""
 
 
 def read_request(variant: str, options: Mapping[str, Any], reference: str | None = None) -> Request:
@@ -52,10 +55,28 @@ def read_request(variant: str, options: Mapping[str, Any], reference: str | None
     return _with_reference(Request(spec, summary, variant), reference)
 
 
+def request_of_task(file: Path, options: Mapping[str, Any]) -> Request:
+    """The request of a benchmark's task. Of the options only types may be given, where the task
+    leaves them open. Raises Failed if the task becomes no kernel."""
+    from flashwright.formats.read import read
+
+    task = read(file)
+    given = {name: value for name, value in options.items() if value is not None}
+    wrong = sorted(given.keys() - ({"dtype"} - task.options.keys()))
+    if wrong:
+        text = f"{file} says what to make: leave out {', '.join(wrong)}"
+        raise Failed(Diagnostic("FW901", text))
+    request = _with_own_reference(Request(*variant_spec(task.variant, {**task.options, **given})))
+    return replace(
+        request, summary=f"{request.summary}, for {task.name} of {task.format}", task=task
+    )
+
+
 def _with_reference(request: Request, reference: str | None) -> Request:
-    """The request with a reference, tried on a small problem."""
+    """The request with a reference, tried on a small problem; else with the one that the variant
+    needs, if it is no softmax."""
     if reference is None:
-        return request
+        return _with_own_reference(request)
     from flashwright.spec import BadSpec
 
     try:
@@ -80,6 +101,21 @@ def with_reference(request: Request, reference: str) -> Request:
     except OSError as error:
         raise cannot("read", Path(file), error) from None
     return replace(request, spec=spec, reference=text)
+
+
+def _with_own_reference(request: Request) -> Request:
+    from flashwright.author.builtin.variants import reference_of
+    from flashwright.spec import BadSpec
+
+    spec = request.spec
+    try:
+        text = reference_of(spec)
+    except BadSpec as error:
+        raise Failed(*(Diagnostic("FW901", line) for line in error.lines)) from None
+    if text is None:
+        return request
+    named = spec.model_copy(update={"reference": f"{spec.variant}.py"})
+    return replace(request, spec=named, reference=text)
 
 
 def _try_out(reference: str, spec: AttentionSpec) -> None:

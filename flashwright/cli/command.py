@@ -229,7 +229,7 @@ def load_kernels(file: str, gpu: Gpu | None = None, spec: str | None = None) -> 
 
 def variant_spec(variant: str, options: Mapping[str, Any]) -> tuple[AttentionSpec, str]:
     """The spec of a built-in variant, and what the variant is in words."""
-    from flashwright.author.builtin.variants import VARIANTS, UnknownVariant, make_spec
+    from flashwright.author.builtin.variants import UnknownVariant, find, make_spec
     from flashwright.spec import BadSpec
 
     try:
@@ -238,7 +238,7 @@ def variant_spec(variant: str, options: Mapping[str, Any]) -> tuple[AttentionSpe
         raise Failed(Diagnostic("FW902", str(error), help="see `flashwright variants`")) from None
     except BadSpec as error:
         raise Failed(*(Diagnostic("FW901", line) for line in error.lines)) from None
-    return spec, VARIANTS[spec.variant].summary
+    return spec, find(spec.variant).summary
 
 
 def load_spec(option: str | None, file: str) -> tuple[AttentionSpec, Path] | None:

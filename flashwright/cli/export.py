@@ -17,6 +17,8 @@ class ExportForm(StrEnum):
     HUB = "hub"
     FLASHINFER = "flashinfer"
     HEADER = "header"
+    KERNELBENCH = "kernelbench"
+    ROBUST_KBENCH = "robust-kbench"
 
 
 def register(app: typer.Typer) -> None:
@@ -38,13 +40,22 @@ def export(
         ),
     ] = None,
 ) -> int:
-    """Export a kernel package: to the Hugging Face Hub, to FlashInfer-Bench, or as C++ source.
+    """Export a kernel package: to the Hugging Face Hub, to benchmarks, or as C++ source.
 
     hub: a package of Hugging Face's `kernels`, with a function `attention`, which needs PyTorch and
     the CUDA driver only. flashinfer: a Definition and a Solution of FlashInfer-Bench. header:
-    kernel.cu with its headers, the launch plan and a C++ program that launches it.
+    kernel.cu with its headers, the launch plan and a C++ program that launches it. kernelbench,
+    robust-kbench: the submission for the task that `generate --from` read.
     """
-    from flashwright.export import flashinfer, header, hub, package, write
+    from flashwright.export import (
+        flashinfer,
+        header,
+        hub,
+        kernelbench,
+        package,
+        robust_kbench,
+        write,
+    )
 
     write.check_target(out)
     found = package.read(folder, kernel)
@@ -52,6 +63,8 @@ def export(
         ExportForm.HUB: hub,
         ExportForm.FLASHINFER: flashinfer,
         ExportForm.HEADER: header,
+        ExportForm.KERNELBENCH: kernelbench,
+        ExportForm.ROBUST_KBENCH: robust_kbench,
     }[form]
     files = made.files(found)
     write.write(out, files)

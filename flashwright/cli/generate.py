@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashwright.cli.asked import Request, read_request
+from flashwright.cli.asked import Request, read_request, request_of_task
 from flashwright.cli.budget import (
     ATTEMPTS,
     MINUTES,
@@ -133,6 +133,14 @@ def generate(
         str | None,
         typer.Option(metavar="FILE.py", help="A function that defines the right output."),
     ] = None,
+    task_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="A task of KernelBench, robust-kbench or FlashInfer-Bench: docs/formats.md.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Output folder; default out/SPEC-GPU.")
     ] = None,
@@ -195,7 +203,9 @@ def generate(
     A language model does the stages that name it; the built-in author does the others.
     Exits with 0 if the last stage was reached, 1 if not, 2 if the input is at fault.
     """
-    if variant is None and reference is None:
+    if task_file is not None and (variant is not None or reference is not None):
+        raise typer.BadParameter("the file says what to make: no VARIANT, no --reference")
+    if variant is None and reference is None and task_file is None:
         raise typer.BadParameter("name a variant or describe the operator", param_hint="VARIANT")
     if improve and until is not Until.VERDICT:
         raise typer.BadParameter("--improve needs the whole run", param_hint="--until")
@@ -247,11 +257,15 @@ def generate(
         "page": paged,
     }
     card = find_gpu(gpu)
-    request = read_request(variant or "mha", options, reference)
+    if task_file is not None:
+        request = request_of_task(task_file, options)
+    else:
+        request = read_request(variant or "mha", options, reference)
     if request.spec.batch is not None:
         _refuse_beside_tl("for packed sequences, caches and decode", no_model)
         names |= _TL_ALONE
-    folder = out or Path("out", f"{request.spec.slug}-{card.name}")
+    name = request.task.name if request.task is not None else request.spec.slug
+    folder = out or Path("out", f"{name}-{card.name}")
     budget = read_budget(attempts, tokens, minutes, dollars, price)
     speed = (improve, _goal(faster_than))
     limits = read_limits(reply_timeout, minutes)
@@ -439,6 +453,7 @@ def make(
             last=settings.last,
             reference=request.reference,
             plan=plan,
+            task=request.task.dump() if request.task is not None else None,
             allow_spills=settings.allow_spills,
             all_problems=settings.all_problems,
         )

@@ -368,10 +368,10 @@ def _code(given: str) -> str:
 @guarded
 def variants() -> int:
     """List the variants that the built-in author writes."""
-    from flashwright.author.builtin.variants import VARIANTS
+    from flashwright.author.builtin.variants import OTHERS, VARIANTS
     from flashwright.cli import show
 
-    rows = ((v.name, v.summary) for v in VARIANTS.values())
+    rows = ((v.name, v.summary) for v in (VARIANTS | OTHERS).values())
     show.console().print(show.pairs_table(("variant", "what it is"), rows))
     return FINE
 

@@ -24,6 +24,9 @@ from flashwright.build.plan_rules import LAYOUTS, caller_order, cards_of
 from flashwright.export.package import ExportedPackage, arguments_of
 from flashwright.export.signature import dims_text, signature_of
 from flashwright.export.write import Files
+from flashwright.formats import task as tasks
+from flashwright.formats.task import Task
+from flashwright.generate.folder import TASK
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor
 from flashwright.spec import AttentionSpec
@@ -56,6 +59,42 @@ _KERNELS = Kernels(PLAN, lambda name: zlib.decompress(base64.b64decode(FILES[nam
 def run({arguments}):
     """Writes {outputs}. Tensors are on a CUDA device."""
     _KERNELS.launch([{inputs}], [{outputs}], {dims})
+'''
+
+_MAIN_OF_TASK = '''\
+"""{name}: a kernel for {arch}, exported by Flashwright {version}."""
+
+import base64
+import math
+import zlib
+
+import torch
+
+from .code import FILES
+from .flashinfer_inputs import arranged, splits_for
+from .launch import Kernels
+from .plan import PLAN
+
+SCALE = {scale!r}
+_KERNELS = Kernels(PLAN, lambda name: zlib.decompress(base64.b64decode(FILES[name])))
+
+
+def run({arguments}):
+    """Writes output, and lse in base 2. Tensors are on a CUDA device."""
+    if not math.isclose(float(sm_scale), SCALE, rel_tol=1e-4):
+        raise ValueError(f"this kernel has the scale {{SCALE:g}}, not sm_scale = {{sm_scale}}")
+    found, queries, keys = arranged({{{given}}})
+    packed = "startsq" in found
+    rows = output.transpose(0, 1) if packed else output[:, :, None]
+    logs = lse.new_empty(rows.shape[:-1])
+    sizes = {{"batch": {batch}, "q_len": queries, "kv_len": keys}}
+    if not packed:
+        cores = torch.cuda.get_device_properties(output.device).multi_processor_count
+        sizes["splits"] = splits_for(sizes["batch"] * {kv_heads}, keys, cores)
+    _KERNELS.launch(
+        [found[name] for name in {inputs}], [rows, logs], {{name: sizes[name] for name in {dims}}}
+    )
+    torch.mul(logs.transpose(0, 1) if packed else logs[:, :, 0], 1 / math.log(2), out=lse)
 '''
 
 _BY_SPEC = '''\
@@ -115,15 +154,53 @@ def files(package: ExportedPackage) -> Files:
     if signature.changed:
         text = f"{package.folder}: `{signature.changed[0]}` is changed in place"
         raise _refused(text, "a Definition has inputs and outputs apart: use --as hub")
+    if (package.folder / TASK).is_file():
+        return _for_task(package, signature, tasks.load(package.folder, tasks.FLASHINFER))
     definition = _definition(package, signature)
-    solution = _solution(package, signature, definition["name"])
-    name = definition["name"]
+    named = arguments_of(signature.inputs, package.plan)
+    outputs = [named[t.name] for t in signature.written]
+    main = _MAIN.format(
+        arch=package.plan.arch,
+        version=__version__,
+        arguments=", ".join([*signature.arguments, *outputs]),
+        inputs=", ".join(signature.inputs),
+        outputs=", ".join(outputs),
+        dims=dims_text(signature),
+    )
+    solution = _solution(package, signature, definition["name"], {"main.py": main})
+    return _dataset(OP_TYPE, definition["name"], json.dumps(definition, indent=2) + "\n", solution)
+
+
+def _for_task(package: ExportedPackage, signature: Signature, task: Task) -> Files:
+    """The Definition that the package was generated from, and a Solution for it."""
+    assert package.spec is not None
+    definition = json.loads(task.source)
+    given = ", ".join(f'"{name}": {name}' for name in definition["inputs"])
+    packed = "qo_indptr" in definition["inputs"]
+    main = _MAIN_OF_TASK.format(
+        name=task.name,
+        arch=package.plan.arch,
+        version=__version__,
+        scale=package.spec.softmax_scale,
+        arguments=", ".join(task.arguments),
+        given=given,
+        batch="len(qo_indptr) - 1" if packed else "output.shape[0]",
+        kv_heads=package.spec.kv_heads,
+        inputs=json.dumps(signature.inputs),
+        dims=json.dumps(signature.dims),
+    )
+    arranging = resources.files("flashwright.formats").joinpath("flashinfer_inputs.py")
+    sources = {"main.py": main, "flashinfer_inputs.py": arranging.read_text("utf-8")}
+    solution = _solution(package, signature, task.name, sources)
+    return _dataset(definition["op_type"], task.name, task.source, solution)
+
+
+def _dataset(kind: str, name: str, definition: str, solution: Mapping[str, Any]) -> Files:
+    """The two files, where a FlashInfer Trace dataset has them."""
+    place = f"solutions/{AUTHOR}/{kind}/{name}/{solution['name']}.json"
     return {
-        f"definitions/{OP_TYPE}/{name}.json": json.dumps(definition, indent=2) + "\n",
-        f"solutions/{AUTHOR}/{OP_TYPE}/{name}/{solution['name']}.json": json.dumps(
-            solution, indent=2
-        )
-        + "\n",
+        f"definitions/{kind}/{name}.json": definition,
+        place: json.dumps(solution, indent=2) + "\n",
     }
 
 
@@ -325,20 +402,14 @@ def _refused(text: str, hint: str) -> Failed:
 # --- Solution ---------------------------------------------------------------------------------
 
 
-def _solution(package: ExportedPackage, signature: Signature, definition: str) -> dict[str, Any]:
+def _solution(
+    package: ExportedPackage, signature: Signature, definition: str, own: Mapping[str, str]
+) -> dict[str, Any]:
+    """The Solution, with these sources besides the launcher, the plan and the kernels."""
     named = arguments_of(signature.inputs, package.plan)
-    outputs = [named[t.name] for t in signature.written]
-    main = _MAIN.format(
-        arch=package.plan.arch,
-        version=__version__,
-        arguments=", ".join([*signature.arguments, *outputs]),
-        inputs=", ".join(signature.inputs),
-        outputs=", ".join(outputs),
-        dims=dims_text(signature),
-    )
     launch = resources.files("flashwright.export").joinpath("launch.py").read_text("utf-8")
     sources = {
-        "main.py": main,
+        **own,
         "launch.py": launch,
         "plan.py": f'"""The launch plan."""\n\nPLAN = {package.launch_data(named)!r}\n',
         "code.py": _code(package),

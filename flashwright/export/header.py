@@ -112,7 +112,7 @@ def files(package: ExportedPackage) -> Files:
     }
     for one in found:
         made |= {one.folder + SOURCE: one.source, one.folder + PLAN: one.plan.dump()}
-    return {**made, **_headers("\n".join(one.source for one in found))}
+    return {**made, **headers("\n".join(one.source for one in found))}
 
 
 def summary(package: ExportedPackage, target: Path) -> str:
@@ -131,7 +131,7 @@ def compile_line(plan: LaunchPlan, nvcc: str = "nvcc", cutlass: str = "CUTLASS")
     return f"{nvcc} {' '.join(flags)} -I . -I {cutlass} {EXAMPLE} -o example"
 
 
-def _headers(source: str) -> dict[str, str]:
+def headers(source: str) -> dict[str, str]:
     """The headers of fw/ that a source includes, also through others."""
     place = resources.files("flashwright").joinpath("device")
     found: dict[str, str] = {}
@@ -147,6 +147,12 @@ def _headers(source: str) -> dict[str, str]:
             raise Failed(Diagnostic("FW852", text, help="build the package again")) from None
         wanted += _INCLUDE.findall(found[name])
     return dict(sorted(found.items()))
+
+
+def host_text() -> str:
+    """C++ that launches a kernel: sizes, tensor maps, the launch."""
+    file = resources.files("flashwright.export").joinpath("host.cuh.in")
+    return file.read_text("utf-8").rstrip()
 
 
 def _default(dim: str, spec: AttentionSpec | None) -> int:
@@ -196,11 +202,11 @@ class _Placed:
         return _LAUNCH.format(
             title=f"{self.folder}{SOURCE}",
             space=space,
-            tensors=_lines(f"host::start(p.{t.name}, {t.name}, folder);" for t in plan.tensors),
-            parameters=_lines((*counter, *(f"p.{dim} = {dim};" for dim in plan.dims))),
-            maps=_lines(_map(one, plan) for one in plan.maps)
+            tensors=indented(f"host::start(p.{t.name}, {t.name}, folder);" for t in plan.tensors),
+            parameters=indented((*counter, *(f"p.{dim} = {dim};" for dim in plan.dims))),
+            maps=indented(map_line(one, plan) for one in plan.maps)
             or "    // This kernel has none: its threads copy from the addresses.",
-            grid=_lines(_grid(plan)),
+            grid=indented(grid_lines(plan)),
             threads=plan.threads,
             shared=plan.shared,
             entry=space + self.entry,
@@ -210,23 +216,24 @@ class _Placed:
 def _example(kernels: Sequence[_Placed], package: ExportedPackage, sizes: str) -> str:
     text = resources.files("flashwright.export").joinpath("example.cu.in").read_text("utf-8")
     plan = package.joined
-    headers = [] if len(kernels) == 1 else _included(kernels)
+    included = [] if len(kernels) == 1 else _included(kernels)
     values = {
         "WHAT": f"the kernel of {SOURCE}" if len(kernels) == 1 else f"{len(kernels)} kernels",
         "TITLE": f"{package.title}; {plan.arch}",
         "COMPILE": compile_line(plan),
         "SIZES": sizes,
-        "KERNELS": "\n".join((*headers, *(one.included for one in kernels))),
-        "DIMS": _lines(
+        "HOST": host_text(),
+        "KERNELS": "\n".join((*included, *(one.included for one in kernels))),
+        "DIMS": indented(
             (
                 f'int const {dim} = host::dim(given, "{dim}", {_default(dim, package.spec)});'
                 for dim in plan.dims
             ),
             2,
         ),
-        "TENSORS": _lines((_tensor(tensor) for tensor in plan.tensors), 2),
+        "TENSORS": indented((_tensor(tensor) for tensor in plan.tensors), 2),
         "LAUNCHES": "\n\n".join(one.launch for one in kernels),
-        "OUTPUTS": _lines((_output(t, kernels) for t in package.plan.tensors if t.written), 2),
+        "OUTPUTS": indented((_output(t, kernels) for t in package.plan.tensors if t.written), 2),
     }
     return re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], text)
 
@@ -237,7 +244,8 @@ def _included(kernels: Sequence[_Placed]) -> list[str]:
     return [*(f"#include <{name}>" for name in found), ""]
 
 
-def _lines(lines: Iterable[str], indent: int = 4) -> str:
+def indented(lines: Iterable[str], indent: int = 4) -> str:
+    """Lines as text."""
     return "\n".join(" " * indent + line for line in lines)
 
 
@@ -257,7 +265,8 @@ def _output(tensor: PlanTensor, kernels: Sequence[_Placed]) -> str:
     return f"host::finish<decltype({kind}::{tensor.name})>({tensor.name}, folder);"
 
 
-def _map(one: PlanMap, plan: LaunchPlan) -> str:
+def map_line(one: PlanMap, plan: LaunchPlan) -> str:
+    """The line that encodes a tensor map."""
     tensor = next(t for t in plan.tensors if t.name == one.tensor)
     box = ", ".join(map(str, one.box))
     kinds = f"{MAP_TYPES[tensor.dtype]}, {SWIZZLES.index(one.swizzle)}"
@@ -267,7 +276,8 @@ def _map(one: PlanMap, plan: LaunchPlan) -> str:
     return f"host::encode(p.{one.tensor}_map, {arguments});"
 
 
-def _grid(plan: LaunchPlan) -> list[str]:
+def grid_lines(plan: LaunchPlan) -> list[str]:
+    """The lines that make the grid."""
     counts = [_cpp(count) for count in plan.grid]
     if not plan.stays:
         return [f"dim3 const blocks({', '.join(counts)});"]

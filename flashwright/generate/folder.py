@@ -32,8 +32,10 @@ FORWARD, DERIVED = "forward.tl", "derived.tl"
 """The attention whose backward pass is made, and that backward pass without sizes for the GPU."""
 RECTANGULAR = "rectangular.tl"
 """The program for rectangular batches, of which one for sequences of any lengths is made."""
+TASK = "task.json"
+"""The task of a benchmark that the kernel is made for (formats/task.py)."""
 ARTEFACTS = (
-    *("spec.toml", "sketch.tl", FORWARD, DERIVED, RECTANGULAR, "code.tl", "reasoning.md"),
+    *("spec.toml", TASK, "sketch.tl", FORWARD, DERIVED, RECTANGULAR, "code.tl", "reasoning.md"),
     *("kernel.cu", "kernel.map.json", "launch.json"),
     *("kernel.cubin", "kernel.ptx", "build.json"),
 )

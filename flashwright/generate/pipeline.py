@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from flashwright.build.package import OWN
 from flashwright.files import sha256, write
 from flashwright.generate import stages
-from flashwright.generate.folder import RESULT, held, keep, place, prepare, published
+from flashwright.generate.folder import RESULT, TASK, held, keep, place, prepare, published
 from flashwright.generate.state import Finding, Progress, Run, Skipped, StageTiming, Status
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.version import __version__
@@ -64,6 +64,7 @@ def generate(
     authors: Authors | None = None,
     last: str = "improve",
     reference: bytes | None = None,
+    task: str | None = None,
     plan: Sequence[Stage] | None = None,
     allow_spills: int = 0,
     all_problems: bool = False,
@@ -78,15 +79,16 @@ def generate(
 
     `authors` names the language models that do some of them. `last` is the stage to end with. One
     that cannot run on this machine is skipped, and so is what needs its result. `reference` is the
-    file that the spec's `reference` names: the folder gets it. `plan` are other stages than the
-    usual ones: what is claimed at the end is by their names. `mods` are a score and a mask that the
-    spec does not describe, `headroom` the registers that the built-in author leaves free;
-    `one_tiling` leaves out kernels for short lengths.
+    file that the spec's `reference` names, `task` a benchmark's task: the folder gets both. `plan`
+    are other stages than the usual ones: what is claimed at the end is by their names. `mods` are a
+    score and a mask that the spec does not describe, `headroom` the registers that the built-in
+    author leaves free; `one_tiling` leaves out kernels for short lengths.
     """
     from flashwright import spec as specs
 
     steps = _steps(authors, plan or STAGES, last)
     mine = {_reference(spec): reference} if reference is not None else {}
+    mine |= {TASK: task.encode()} if task is not None else {}
     given = {"spec.toml": specs.dump(spec).encode(), **mine}
     with held(folder), place(folder) as made_in:
         kept = prepare(folder, given) if made_in == folder else ()

@@ -171,6 +171,7 @@ CODES: dict[str, Code] = {
     "FW909": Code("the program cannot be packed"),
     "FW910": Code("the program cannot be split"),
     "FW916": Code("the heads of the program cannot be grouped"),
+    "FW926": Code("a task whose attention is not recognised", bad_input=True),
     # language models
     "FW911": Code("the model cannot be reached", bad_input=True),
     "FW912": Code("unusable model reply"),

@@ -92,7 +92,7 @@ def write_sketch(spec: AttentionSpec, mods: Mods | None = None) -> str:
     if spec.sink:
         body = (body[0], *_load("options/sink.tl"), *body[1:])
     if not spec.lse:
-        body = body[:-2]
+        body = tuple(stmt for stmt in body if not _is_of_lse(stmt))
     return format_tree(Tree(body))
 
 
@@ -168,6 +168,12 @@ def _expr(text: str) -> Expr:
 
 def _is_mask(stmt: Statement) -> bool:
     return isinstance(stmt, Compute) and stmt.operation == "mask"
+
+
+def _is_of_lse(stmt: Statement) -> bool:
+    if isinstance(stmt, Compute):
+        return stmt.target == Name("LSE_register")
+    return isinstance(stmt, Copy) and stmt.name == Name("LSE")
 
 
 def _is_softmax(stmt: Statement) -> bool:

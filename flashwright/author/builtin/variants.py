@@ -51,6 +51,9 @@ class Variant:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     widths: Mapping[str, str] = field(default_factory=dict)
     """Of tiles that hold some columns of their tensor."""
+    weights: str = ""
+    """What its weights are made of, as an expression of PyTorch of the visible `scores`; empty for
+    a softmax. A file says so to the judge (`reference_of`)."""
 
 
 VARIANTS: dict[str, Variant] = {
@@ -106,6 +109,57 @@ VARIANTS: dict[str, Variant] = {
     )
 }
 
+OTHERS: dict[str, Variant] = {
+    v.name: v
+    for v in (
+        Variant(
+            "relu",
+            "multi-head or grouped attention with ReLU in place of softmax",
+            "relu.tl",
+            defaults={"heads": 16, "lse": False},
+            weights="scores.relu()",
+        ),
+    )
+}
+"""Variants whose weights are no softmax: a reference says what they compute."""
+
+_REFERENCE = '''\
+"""{summary}."""
+
+import math
+
+import torch
+
+
+def attention(q, k, v, q_len, kv_len):
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(-2, -1) * {scale!r}
+{softcap}    behind = torch.arange(q_len)[:, None] + kv_len - q_len - torch.arange(kv_len)
+    scores = scores.masked_fill({hidden}, -math.inf)
+    return {weights} @ v
+'''
+
+
+def reference_of(spec: AttentionSpec) -> bytes | None:
+    """A file with the function that a spec's variant computes; None for a softmax."""
+    variant = find(spec.variant)
+    if not variant.weights:
+        return None
+    hidden = ["behind < 0"] if spec.causal else []
+    hidden += [f"behind.abs() >= {spec.window}"] if spec.window is not None else []
+    if spec.sink_tokens is not None or spec.alibi or spec.sink or spec.batch is not None:
+        raise BadSpec(f"variant: {variant.name} has no sink, no ALiBi and rectangular batches")
+    cap = spec.softcap
+    text = _REFERENCE.format(
+        summary=variant.summary[:1].upper() + variant.summary[1:],
+        scale=spec.softmax_scale,
+        softcap=f"    scores = {cap!r} * torch.tanh(scores / {cap!r})\n" if cap is not None else "",
+        hidden=" | ".join(f"({one})" for one in hidden) or "behind > kv_len",
+        weights=variant.weights,
+    )
+    return text.encode()
+
 
 # Names that users ask for as variants and that are options of all variants.
 _OPTIONS = {
@@ -125,13 +179,14 @@ class UnknownVariant(ValueError):
 def find(name: str) -> Variant:
     """The variant of that name, in any case, dashes and underscores alike."""
     key = name.strip().lower().replace("_", "-")
-    if key not in VARIANTS:
-        near = difflib.get_close_matches(key, VARIANTS, n=1)
+    every = VARIANTS | OTHERS
+    if key not in every:
+        near = difflib.get_close_matches(key, every, n=1)
         guess = f"; did you mean {near[0]}?" if near else "."
         if key in _OPTIONS:
             guess = f": it is an option, as in `generate gqa --{_OPTIONS[key]}`."
-        raise UnknownVariant(f"there is no variant {name!r}{guess} Known are {', '.join(VARIANTS)}")
-    return VARIANTS[key]
+        raise UnknownVariant(f"there is no variant {name!r}{guess} Known are {', '.join(every)}")
+    return every[key]
 
 
 def make_spec(variant: str, **options: Any) -> AttentionSpec:

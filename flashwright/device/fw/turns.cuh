@@ -28,7 +28,7 @@ struct Turns {
 
   // Lets the next thread block add, if a turn was taken: waits until all that this warp has added is there. The later it
   // comes, the less there is to wait for. A predicate, since a branch would keep what is in registers apart.
-  __device__ void pass() {
+  __device__ void hand_over() {
     __syncwarp();
     asm volatile(
         "{\n"

@@ -517,7 +517,7 @@ RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ir.Store: _store,
     ir.Scatter: _scatter,
     ir.TakeTurn: _take_turn,
-    ir.PassTurn: lambda at, node: iter([f"{cpp(node.counters.name)}.pass();"]),
+    ir.PassTurn: lambda at, node: iter([f"{cpp(node.counters.name)}.hand_over();"]),
     ir.Move: _move,
     ir.Restage: _restage,
     ir.Gemm: _gemm,
