@@ -269,14 +269,18 @@ def _ptxas(built: Built, translation: Translation) -> dict[str, int]:
 def make_all(
     wanted: Iterable[AttentionSpec], gpu: str, card: Card, step: ProgressCallback, jobs: int = 0
 ) -> Iterator[KernelBuild]:
-    """Make the kernels of all specs in processes; yields each as it is done."""
-    every = list(dict.fromkeys(wanted))
-    work = [Job(kernel_name(spec), plain(make, spec, gpu, card)) for spec in every]
+    """Make the kernels of all specs in processes; yields each as it is done. Those of a module are
+    made by calling it, which takes the GPU."""
+    work: dict[Need, dict[AttentionSpec, Job]] = {Need(jobs=jobs): {}, Need(card.name): {}}
+    for spec, need in ((s, [*work][s.branch == "all"]) for s in wanted):
+        work[need][spec] = Job(kernel_name(spec), plain(make, spec, gpu, card))
+    done, total = 0, sum(map(len, work.values()))
     with Fleet(LocalMachine()) as fleet:
-        for done, end in enumerate(fleet.ends(Need(jobs=jobs), work), 1):
-            made: KernelBuild = end.result()
-            step(done, len(every), "")
-            yield made
+        for need, jobs_of in work.items():
+            for end in fleet.ends(need, [*jobs_of.values()]):
+                made: KernelBuild = end.result()
+                step(done := done + 1, total, "")
+                yield made
 
 
 def save(made: KernelBuild, folder: Path) -> KernelBuild:
