@@ -232,6 +232,65 @@ def test_masks_name_the_lanes_that_execute_an_instruction(
         assert re.search(words, diagnostics(result.findings, Origin())[0].message)
 
 
+# A sum over 16 lanes in %r4, by shuffles with a mask; `offset` is the first step.
+def summed(offset: int, mask: str) -> str:
+    steps = []
+    while offset:
+        steps.append(f"shfl.sync.down.b32 %r3, %r4, {offset}, 31, {mask};\nadd.u32 %r4, %r4, %r3;")
+        offset //= 2
+    return "mov.b32 %r4, %r0;\n" + "\n".join(steps) + "\n"
+
+
+LOWER = HALF + "@!%p0 bra OVER;\n"
+FIRST = "setp.eq.u32 %p1, %r0, 0;\n"
+TILE = ".shared .align 4 .b8 tile[128];\nshl.b32 %r5, %r0, 2;\nst.shared.u32 [%r5], %r4;\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "undefined"),
+    [
+        (summed(8, "0xffff") + FIRST + "@%p1 st.global.u32 [%rd0], %r4;", False),
+        (summed(16, "-1") + FIRST + "@%p1 st.global.u32 [%rd0], %r4;", True),
+        (summed(16, "0xffff") + FIRST + "@%p1 st.global.u32 [%rd0], %r4;", True),
+        (summed(16, "-1") + FIRST + "@%p1 red.global.add.u32 [%rd0], %r4;", True),
+        (summed(8, "0xffff") + "st.global.u32 [%rd0], 5;", False),
+        (summed(8, "0xffff") + TILE + "ld.shared.u32 %r6, [tile];", False),
+        (summed(8, "0xffff") + TILE + "ld.shared.u32 %r6, [tile+4];", True),
+        (summed(8, "0xffff") + TILE + "st.shared.u32 [%r5], 1;\nld.shared.u32 %r6, [%r5];", False),
+        (summed(16, "-1") + "selp.u32 %r4, %r4, 1, %p1;\nst.global.u32 [%rd0], %r4;", True),
+        (summed(16, "-1") + "selp.u32 %r4, 1, %r4, %p0;\nst.global.u32 [%rd0], %r4;", False),
+        (summed(16, "-1") + "mov.u32 %r4, 5;\nst.global.u32 [%rd0], %r4;", False),
+        (summed(16, "-1") + "setp.gt.u32 %p2, %r4, 3;\n@%p2 bra OVER;", False),
+        (summed(16, "-1") + "mul.wide.u32 %rd1, %r4, 4;\nld.shared.u32 %r6, [%rd1];", True),
+        (summed(16, "-1") + "vote.sync.any.pred %p2, %p0, -1;\nst.global.u32 [%rd0], 5;", False),
+    ],
+)
+def test_what_a_shuffle_reads_from_an_absent_lane_must_not_be_used(
+    body: str, undefined: bool
+) -> None:
+    result = run(LOWER + FIRST + body + "\nOVER:\n", np.zeros(32, np.uint32))
+    assert ("divergent" in kinds(result)) == undefined
+    if undefined:
+        (found,) = [one for one in result.findings if one.kind == "divergent"]
+        assert found.instruction.opcode.startswith("shfl")
+        message = diagnostics([found], Origin())[0].message
+        assert re.search("reads the register of lane 1[6-9], which does not execute", message)
+
+
+def test_votes_and_reductions_go_without_lanes_that_have_exited() -> None:
+    text = """
+    @!%p0 bra OVER;
+    vote.sync.all.pred %p1, %p0, -1;
+    selp.u32 %r2, 1000, 0, %p1;
+    redux.sync.add.u32 %r1, 1, -1;
+    add.u32 %r1, %r1, %r2;
+"""
+    out = np.zeros(32, np.uint32)
+    body = "mov.u32 %r1, 1;\n" + HALF + text + store() + "OVER:\n"
+    assert not run(body, out).findings
+    assert (out[:16] == 1016).all()
+
+
 BY_TMA = """
     .shared .align 8 .b64 bar;
     .shared .align 128 .b8 tile[128];

@@ -1,4 +1,6 @@
 // mbarriers: arrivals and bytes complete a phase, and whoever waits for it knows what they knew.
+#include <algorithm>
+
 #include "run.h"
 
 namespace fw {
@@ -17,7 +19,7 @@ Mbarrier* mbarrier(Context& context, int lane, uint64_t address) {
   const Access& made = barrier.made;
   // A relaxed barrier of the cluster hands on nothing but initialisations that were fenced.
   bool shown = barrier.fenced && full(context).passed > barrier.generation;
-  if (!shown && made.time > Clock::at(full(context).clock.known, made.agent)) {
+  if (!shown && !full(context).clock.knows(made, 0xf)) {
     context.machine->find(context, kRace, lane, address, made.instruction);
   }
   return &found->second;
@@ -131,8 +133,12 @@ void fence_init(Context& c, const int32_t*, uint32_t) {
 // Everything that this warp knows of is now seen by TMA and wgmma too.
 void fence_proxy(Context& c, const int32_t*, uint32_t) {
   FullWarp& warp = full(c);
-  Clock known{{}, warp.clock.known};
+  Clock known{{}, {}, warp.clock.known, nullptr};
   warp.clock.join(known);
+  for (const Part& one : warp.clock.parts) {  // of all lanes: what lanes have released for it is enough
+    uint32_t& fenced = warp.clock.fenced[one.agent];
+    fenced = std::max(fenced, one.time);
+  }
   meet(warp);
 }
 

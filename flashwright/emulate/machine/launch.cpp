@@ -98,6 +98,21 @@ int32_t meeting(const fw_launch& launch, int32_t n) {
   return members ? fw::kWithMembers : fw::kAlone;
 }
 
+// What becomes of undefined values that it reads.
+int32_t passing(const std::string& name) {
+  auto begins = [&](const char* stem) { return name.rfind(stem, 0) == 0; };
+  if (begins("shfl.")) return fw::kItself;
+  if (begins("selp.")) return fw::kSelects;
+  if (name == "st" || (begins("st.") && !begins("st.async"))) return fw::kAddress;
+  for (const char* stem : {"vote.", "match.", "redux.", "mma.", "movmatrix", "product"}) {
+    if (begins(stem)) return fw::kAcross;
+  }
+  for (const char* stem : {"ld", "st", "atom", "red", "cp.", "wmma.", "mbarrier."}) {
+    if (begins(stem)) return fw::kUses;
+  }
+  return fw::kByLane;
+}
+
 // The index of the first instruction that is not known, or -1.
 int32_t decode(const fw_launch& launch, fw::Machine& machine) {
   for (int32_t n = 0; n < launch.instructions; ++n) {
@@ -116,7 +131,7 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
     auto found = fw::known().find(name);
     if (found == fw::known().end() && !name.empty()) return n;
     machine.code.push_back({found == fw::known().end() ? nullptr : found->second, c[0], c[1], c[2], c[3], c[4],
-                            c[5], c[6], c[7], meeting(launch, n)});
+                            c[5], c[6], c[7], meeting(launch, n), passing(name)});
   }
   machine.operands.assign(launch.operands, launch.operands + launch.operand_count);
   machine.touched.assign(launch.touched, launch.touched + launch.touched_count);
@@ -201,7 +216,8 @@ void prepare(const fw_launch& launch, fw::Block& block, int64_t number) {
     warp.busy.resize(launch.register_bytes / 8 + 1);
     warp.only_read.resize(launch.register_bytes / 8 + 1);
     int live = std::min(threads - static_cast<int>(w) * fw::kLanes, fw::kLanes);
-    warp.fragments = {{0, live == fw::kLanes ? fw::kAll : (1u << live) - 1}};
+    warp.live = live == fw::kLanes ? fw::kAll : (1u << live) - 1;
+    warp.fragments = {{0, warp.live}};
     for (int32_t n = 0; n < launch.special_count; ++n) {
       auto* values = reinterpret_cast<uint32_t*>(warp.registers + launch.specials[2 * n + 1]);
       for (int lane = 0; lane < fw::kLanes; ++lane) {

@@ -78,7 +78,7 @@ bool Machine::shared_async(Context& context, Accessor who, uint64_t address, int
   bool unfenced = false;
   int32_t other = shared_races ? block.touch(who, address, bytes, context.instruction, write, unfenced) : -1;
   if (other >= 0) find(context, unfenced ? kProxy : kRace, who.lane, given, other);
-  if (!mark(block, address, bytes, write)) find(context, kUnwritten, who.lane, given);
+  if (!mark(block, address, bytes, write)) tell_unwritten(context, who.lane, block, address, given, bytes);
   return true;
 }
 
@@ -193,11 +193,11 @@ uint8_t* generic(Context& c, int lane, uint64_t address, int bytes, bool write) 
 namespace {
 
 template <Order kOrder>
-void hand_on(Context& c, Space space, uint64_t address, bool write, int scope) {
+void hand_on(Context& c, Space space, uint64_t address, uint32_t mask, int lane, bool write, int scope) {
   if (kOrder == Order::kPlain || !c.machine->hands_on) return;
   bool shared = space == Space::kShared || space == Space::kCluster;
   uint64_t flag = shared ? kSharedWindow + shared_by_all(c, address) : address;
-  if (write) return write_flag(c, flag, scope, kOrder == Order::kOrdered, false);
+  if (write) return write_flag(c, flag, scope, mask, lane, kOrder == Order::kOrdered, false);
   poll(c, flag);
   read_flag(c, flag, scope, kOrder == Order::kOrdered);
 }
@@ -277,7 +277,7 @@ void access(Context& c, const Moved& a, uint32_t mask, bool write, Move move) {
     if (kSpace == Space::kGeneric) c.machine->window = address_of(c, a.address, lane) - address;
     traffic.address[traffic.count++] = address;
     move(lane, at<kOrder>(c, space, lane, address, a.bytes * a.count, write, scope));
-    hand_on<kOrder>(c, space, address, write, scope);
+    hand_on<kOrder>(c, space, address, mask, lane, write, scope);
   }
   c.machine->window = 0;
   count(c, space, traffic, a.bytes * a.count);
@@ -296,6 +296,24 @@ void load(Context& c, const int32_t* o, uint32_t mask) {
   });
 }
 
+// Undefined values that a lane stores: those in shared memory are told when they are read, those in local memory are not.
+template <Space kSpace>
+void store_undefined(Context& c, const Moved& a, int lane) {
+  uint64_t address = address_of(c, a.address, lane);
+  Space space = resolve(kSpace, address);
+  for (int n = 0; n < a.count; ++n) {
+    Undefined value;
+    if (space == Space::kLocal || !is_undefined(full(c), a.registers[n], lane, value)) continue;
+    if (space == Space::kGlobal) return tell_undefined(c, value);
+    uint64_t own = address + n * a.bytes;
+    Block* home = home_of(c, own);
+    for (int byte = 0; home != nullptr && own + a.bytes <= home->shared.size() && byte < a.bytes; ++byte) {
+      home->written[own + byte] = 0;
+      home->undefined[static_cast<uint32_t>(own + byte)] = value;
+    }
+  }
+}
+
 template <Space kSpace, Order kOrder = Order::kPlain>
 void store(Context& c, const int32_t* o, uint32_t mask) {
   Moved a(o);
@@ -310,6 +328,7 @@ void store(Context& c, const int32_t* o, uint32_t mask) {
     if (kSpace != Space::kLocal) address[lane] = address_of(c, a.address, lane);
   });
   if (kSpace == Space::kLocal) return;  // each lane has its own
+  if (!full(c).undefined.empty()) for_lanes(mask, [&](int lane) { store_undefined<kSpace>(c, a, lane); });
   c.machine->check_conflicts(c, address, mask, a.bytes * a.count, [&](int lane) { return value[lane]; });
 }
 
@@ -417,8 +436,8 @@ void wait_all(Context& c, const int32_t*, uint32_t) {
 void nothing(Context&, const int32_t*, uint32_t) {}
 
 // Operands: the scope.
-void fence_all(Context& c, const int32_t* o, uint32_t) {
-  if (c.machine->hands_on) fence(*c.machine, *c.block->cluster, full(c), o[0]);
+void fence_all(Context& c, const int32_t* o, uint32_t mask) {
+  if (c.machine->hands_on) fence(*c.machine, *c.block->cluster, full(c), o[0], mask);
 }
 
 void meet_lanes(Context& c, const int32_t*, uint32_t) { meet(full(c)); }

@@ -16,6 +16,15 @@ bool covers(const Times& more, const Times& less) {
   return true;
 }
 
+bool covers(const KnownCluster& more, const KnownCluster& less) {
+  auto has = [&](const Part& one) {
+    if (one.time <= Clock::at(more.times, one.agent)) return true;
+    auto found = std::lower_bound(more.parts.begin(), more.parts.end(), one);
+    return found != more.parts.end() && !(one < *found) && one.time <= found->time;
+  };
+  return covers(more.times, less.times) && std::all_of(less.parts.begin(), less.parts.end(), has);
+}
+
 bool covers(const Others& more, const Others& less) {
   return std::all_of(less.begin(), less.end(), [&](auto& one) {
     auto found = more.find(one.first);
@@ -23,15 +32,14 @@ bool covers(const Others& more, const Others& less) {
   });
 }
 
-void add(Others& all, int32_t cluster, const std::shared_ptr<const Times>& times) {
-  std::shared_ptr<const Times>& known = all[cluster];
+void add(Others& all, int32_t cluster, const std::shared_ptr<const KnownCluster>& times) {
+  std::shared_ptr<const KnownCluster>& known = all[cluster];
   if (known == nullptr || covers(*times, *known)) {
     known = times;
   } else if (known != times && !covers(*known, *times)) {
-    auto both = std::make_shared<Times>(*known);
-    both->resize(std::max(both->size(), times->size()));
-    for (size_t n = 0; n < times->size(); ++n) (*both)[n] = std::max((*both)[n], (*times)[n]);
-    known = both;
+    Clock both{known->times, known->parts, {}, nullptr};
+    both.join({times->times, times->parts, {}, nullptr});
+    known = std::make_shared<const KnownCluster>(KnownCluster{both.known, both.parts});
   }
 }
 
@@ -54,13 +62,35 @@ namespace {
 void learn(FullWarp& warp, const Clock& told) {
   // What a lane of this warp has released, another one of it may be told.
   warp.met = std::max(warp.met, Clock::at(told.known, warp.agent) + 1);
+  for (const Part& one : told.parts) {
+    if (one.agent == warp.agent) warp.met = std::max(warp.met, one.time + 1);
+  }
   warp.clock.join(told);
+}
+
+// What some lanes know, and thereby release: of the other lanes of their warp what these had done when they last met.
+Clock released(const FullWarp& warp, uint32_t lanes) {
+  Clock told = warp.clock;
+  if ((warp.live & ~lanes) == 0) return told;
+  uint32_t now = std::exchange(told.known[warp.agent], warp.met - 1);
+  told.learn({{warp.agent, lanes, now}});
+  return told;
+}
+
+// What a lane of a warp may tell of what lanes of it have fenced: its own part, and what was fenced before they met.
+Clock fenced_by(const FullWarp& warp, const Clock& fence, int lane) {
+  Clock told = fence;
+  auto foreign = [&](const Part& one) {
+    return one.agent == warp.agent && one.time >= warp.met && (one.lanes >> lane & 1) == 0;
+  };
+  told.parts.erase(std::remove_if(told.parts.begin(), told.parts.end(), foreign), told.parts.end());
+  return told;
 }
 
 // What a warp knows, for those of other clusters; and back.
 KnownOthers for_others(const Clock& clock, const Cluster& cluster) {
   auto all = clock.others == nullptr ? std::make_shared<Others>() : std::make_shared<Others>(*clock.others);
-  add(*all, cluster.number, std::make_shared<const Times>(clock.known));
+  add(*all, cluster.number, std::make_shared<const KnownCluster>(KnownCluster{clock.known, clock.parts}));
   return all;
 }
 
@@ -68,7 +98,10 @@ Clock from_others(const KnownOthers& known, const Cluster& cluster) {
   Clock clock;
   clock.others = known;
   if (known == nullptr) return clock;
-  if (auto own = known->find(cluster.number); own != known->end()) clock.known = *own->second;
+  if (auto own = known->find(cluster.number); own != known->end()) {
+    clock.known = own->second->times;
+    clock.parts = own->second->parts;
+  }
   return clock;
 }
 
@@ -91,12 +124,16 @@ Flags& flags_of(const Context& context, uint64_t address) {
 
 }  // namespace
 
-void fence(const Machine& machine, const Cluster& cluster, FullWarp& warp, int scope) {
+void fence(const Machine& machine, const Cluster& cluster, FullWarp& warp, int scope, uint32_t lanes) {
   for_scopes(machine, cluster, scope, [&](int n) {
     learn(warp, warp.seen[n]);
     warp.seen[n] = {};
   });
-  for_scopes(machine, cluster, scope, [&](int n) { warp.fence[n] = warp.clock; });
+  Clock told = released(warp, lanes);
+  for_scopes(machine, cluster, scope, [&](int n) {
+    Clock before = std::exchange(warp.fence[n], told);
+    if ((warp.live & ~lanes) != 0) warp.fence[n].join(before);  // the other lanes had fences too
+  });
   ++warp.clock.known[warp.agent];
 }
 
@@ -115,13 +152,13 @@ void read_flag(Context& context, uint64_t address, int scope, bool acquires) {
   });
 }
 
-void write_flag(Context& context, uint64_t address, int scope, bool releases, bool changes) {
+void write_flag(Context& context, uint64_t address, int scope, uint32_t mask, int lane, bool releases, bool changes) {
   FullWarp& warp = full(context);
   const Cluster& cluster = *context.block->cluster;
   Flags& flags = flags_of(context, address);
   if (!changes) flags.erase(address);
   for_scopes(*context.machine, cluster, scope, [&](int n) {
-    const Clock& told = releases ? warp.clock : warp.fence[n];
+    Clock told = releases ? released(warp, mask) : fenced_by(warp, warp.fence[n], lane);
     if (told.known.empty()) return;
     Flag& flag = flags[address];
     if (std::exchange(flag.owner[n], owner_of(context, n)) != flag.owner[n]) flag.told[n % kInGrid] = {};
@@ -158,10 +195,13 @@ struct WordAccess {
       const KnownOthers& others = who.clock->others;
       if (others == nullptr) return false;
       auto found = others->find(before.cluster);
-      return found != others->end() && before.time <= Clock::at(*found->second, before.agent);
+      if (found == others->end()) return false;
+      const KnownCluster& known = *found->second;
+      if (before.time <= Clock::at(known.times, before.agent)) return true;
+      return !known.parts.empty() && Clock{known.times, known.parts, {}, nullptr}.knows(before.agent, before.time, before.lane);
     }
     if (before.agent != who.agent || who.agent != who.warp) {
-      return before.time <= Clock::at(who.clock->known, before.agent);
+      return who.clock->knows(before.agent, before.time, before.lane);
     }
     return before.time < who.met || before.lane == who.lane || before.instruction == instruction;
   }

@@ -81,6 +81,7 @@ struct Runner {
         if (mask != 0) step(context, code, mask);
         if (mask != 0 && code.meets == kWithMembers) check_members(context, code, mask, now.mask);
         if (code.control == kNormal) {
+          if (mask != 0 && !warp.undefined.empty()) pass_undefined(context, code, operands, mask);
           if (mask != 0) code.run(context, operands, mask);
           ++now.at;
           if (machine.stopped) return;
@@ -207,6 +208,7 @@ struct Runner {
     };
     if (code.control == kBranch || code.control == kExit || code.control >= kCall) {
       if (code.control == kBranch) put(o[0], mask);
+      if (code.control == kExit) warp.live &= ~mask;
       if (code.control == kBranchIf) {  // for lanes whose slot has the number
         uint32_t taken = 0;
         for_lanes(mask, [&](int lane) {
@@ -339,7 +341,7 @@ struct Runner {
   void pass(FullWarp& warp, const Barrier& barrier, int number) const {
     warp.clock.join(barrier.done);
     for (int n = 0; machine.global_races && n < 3; ++n) warp.fence[n].join(barrier.fenced_done[n]);
-    if (machine.hands_on) fence(machine, *block.cluster, warp, number == kClusterBarrier ? kInCluster : kInBlock);
+    if (machine.hands_on) fence(machine, *block.cluster, warp, number == kClusterBarrier ? kInCluster : kInBlock, kAll);
     meet(warp);
   }
 
