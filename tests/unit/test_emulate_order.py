@@ -77,6 +77,7 @@ extern "C" __global__ void told(int* y, int* flag, int how) {
     data[lane] = y[0];
     if (how & 1) __syncwarp();
     if (how & 2) __threadfence();
+    if (how & 32) __syncwarp();
     if (lane == 0) {
       if (how & 4) __threadfence();
       if (how & 8) asm volatile("st.release.gpu.b32 [%0], 1;" :: "l"(flag) : "memory");
@@ -98,13 +99,14 @@ def told() -> EmulatedKernel:
 
 @pytest.mark.parametrize("shared", [16, 0])
 @pytest.mark.parametrize(
-    ("how", "ordered"), [(1 | 4, True), (4, False), (1 | 8, True), (8, False), (2 | 4, True)]
+    ("how", "ordered"),
+    [(1 | 4, True), (4, False), (1 | 8, True), (8, False), (2 | 4, False), (2 | 32, True)],
 )
 def test_a_lane_tells_only_what_its_warp_has_done_before_it_met(
     told: EmulatedKernel, how: int, ordered: bool, shared: int
 ) -> None:
-    """1: __syncwarp(), 2: a fence of all lanes, 4: one of the lane that stores the flag, 8: a
-    release by it. In shared memory between two warps, in global memory between two blocks."""
+    """1: __syncwarp(), 2: a fence of all lanes, 32: __syncwarp(), 4: a fence of the lane that stores
+    the flag, 8: a release by it. In shared memory between two warps, in global memory between two blocks."""
     y = np.zeros(65, np.int32)
     y[0] = 7
     grid, block = (1, 64) if shared else (2, 32)

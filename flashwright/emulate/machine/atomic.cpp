@@ -157,7 +157,7 @@ void atomic(Context& c, const int32_t* o, uint32_t mask) {
     if (c.machine->hands_on) {
       uint64_t flag = shared ? kSharedWindow + shared_by_all(c, address) : address;
       if (results[0] >= 0) read_flag(c, flag, scope, (o[0] & 4) != 0);
-      write_flag(c, flag, scope, mask, lane, (o[0] & 8) != 0, true);
+      write_flag(c, flag, scope, lane, (o[0] & 8) != 0, true);
     }
     int64_t changes = c.machine->changes;
     for (int n = 0; n < count; ++n, at += each) apply_any(c, o, slots[n], results[n], lane, at, shared);

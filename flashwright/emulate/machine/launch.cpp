@@ -216,8 +216,7 @@ void prepare(const fw_launch& launch, fw::Block& block, int64_t number) {
     warp.busy.resize(launch.register_bytes / 8 + 1);
     warp.only_read.resize(launch.register_bytes / 8 + 1);
     int live = std::min(threads - static_cast<int>(w) * fw::kLanes, fw::kLanes);
-    warp.live = live == fw::kLanes ? fw::kAll : (1u << live) - 1;
-    warp.fragments = {{0, warp.live}};
+    warp.fragments = {{0, live == fw::kLanes ? fw::kAll : (1u << live) - 1}};
     for (int32_t n = 0; n < launch.special_count; ++n) {
       auto* values = reinterpret_cast<uint32_t*>(warp.registers + launch.specials[2 * n + 1]);
       for (int lane = 0; lane < fw::kLanes; ++lane) {

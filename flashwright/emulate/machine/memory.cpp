@@ -193,11 +193,11 @@ uint8_t* generic(Context& c, int lane, uint64_t address, int bytes, bool write) 
 namespace {
 
 template <Order kOrder>
-void hand_on(Context& c, Space space, uint64_t address, uint32_t mask, int lane, bool write, int scope) {
+void hand_on(Context& c, Space space, uint64_t address, int lane, bool write, int scope) {
   if (kOrder == Order::kPlain || !c.machine->hands_on) return;
   bool shared = space == Space::kShared || space == Space::kCluster;
   uint64_t flag = shared ? kSharedWindow + shared_by_all(c, address) : address;
-  if (write) return write_flag(c, flag, scope, mask, lane, kOrder == Order::kOrdered, false);
+  if (write) return write_flag(c, flag, scope, lane, kOrder == Order::kOrdered, false);
   poll(c, flag);
   read_flag(c, flag, scope, kOrder == Order::kOrdered);
 }
@@ -277,7 +277,7 @@ void access(Context& c, const Moved& a, uint32_t mask, bool write, Move move) {
     if (kSpace == Space::kGeneric) c.machine->window = address_of(c, a.address, lane) - address;
     traffic.address[traffic.count++] = address;
     move(lane, at<kOrder>(c, space, lane, address, a.bytes * a.count, write, scope));
-    hand_on<kOrder>(c, space, address, mask, lane, write, scope);
+    hand_on<kOrder>(c, space, address, lane, write, scope);
   }
   c.machine->window = 0;
   count(c, space, traffic, a.bytes * a.count);

@@ -71,19 +71,19 @@ void learn(FullWarp& warp, const Clock& told) {
 // What some lanes know, and thereby release: of the other lanes of their warp what these had done when they last met.
 Clock released(const FullWarp& warp, uint32_t lanes) {
   Clock told = warp.clock;
-  if ((warp.live & ~lanes) == 0) return told;
   uint32_t now = std::exchange(told.known[warp.agent], warp.met - 1);
-  told.learn({{warp.agent, lanes, now}});
+  if (lanes != 0) told.learn({{warp.agent, lanes, now}});
   return told;
 }
 
-// What a lane of a warp may tell of what lanes of it have fenced: its own part, and what was fenced before they met.
+// What a lane may tell of what lanes of its warp have fenced: its own part, and what was fenced before they met.
 Clock fenced_by(const FullWarp& warp, const Clock& fence, int lane) {
   Clock told = fence;
-  auto foreign = [&](const Part& one) {
-    return one.agent == warp.agent && one.time >= warp.met && (one.lanes >> lane & 1) == 0;
-  };
-  told.parts.erase(std::remove_if(told.parts.begin(), told.parts.end(), foreign), told.parts.end());
+  std::vector<Part> parts = std::exchange(told.parts, {});
+  for (Part& one : parts) {
+    if (one.agent == warp.agent && one.time >= warp.met) one.lanes &= 1u << lane;
+    if (one.lanes != 0) told.learn({one});
+  }
   return told;
 }
 
@@ -132,7 +132,7 @@ void fence(const Machine& machine, const Cluster& cluster, FullWarp& warp, int s
   Clock told = released(warp, lanes);
   for_scopes(machine, cluster, scope, [&](int n) {
     Clock before = std::exchange(warp.fence[n], told);
-    if ((warp.live & ~lanes) != 0) warp.fence[n].join(before);  // the other lanes had fences too
+    warp.fence[n].join(before);  // other lanes had fences too
   });
   ++warp.clock.known[warp.agent];
 }
@@ -152,13 +152,13 @@ void read_flag(Context& context, uint64_t address, int scope, bool acquires) {
   });
 }
 
-void write_flag(Context& context, uint64_t address, int scope, uint32_t mask, int lane, bool releases, bool changes) {
+void write_flag(Context& context, uint64_t address, int scope, int lane, bool releases, bool changes) {
   FullWarp& warp = full(context);
   const Cluster& cluster = *context.block->cluster;
   Flags& flags = flags_of(context, address);
   if (!changes) flags.erase(address);
   for_scopes(*context.machine, cluster, scope, [&](int n) {
-    Clock told = releases ? released(warp, mask) : fenced_by(warp, warp.fence[n], lane);
+    Clock told = releases ? released(warp, 1u << lane) : fenced_by(warp, warp.fence[n], lane);
     if (told.known.empty()) return;
     Flag& flag = flags[address];
     if (std::exchange(flag.owner[n], owner_of(context, n)) != flag.owner[n]) flag.told[n % kInGrid] = {};

@@ -208,7 +208,6 @@ struct Runner {
     };
     if (code.control == kBranch || code.control == kExit || code.control >= kCall) {
       if (code.control == kBranch) put(o[0], mask);
-      if (code.control == kExit) warp.live &= ~mask;
       if (code.control == kBranchIf) {  // for lanes whose slot has the number
         uint32_t taken = 0;
         for_lanes(mask, [&](int lane) {
@@ -341,8 +340,8 @@ struct Runner {
   void pass(FullWarp& warp, const Barrier& barrier, int number) const {
     warp.clock.join(barrier.done);
     for (int n = 0; machine.global_races && n < 3; ++n) warp.fence[n].join(barrier.fenced_done[n]);
-    if (machine.hands_on) fence(machine, *block.cluster, warp, number == kClusterBarrier ? kInCluster : kInBlock, kAll);
     meet(warp);
+    if (machine.hands_on) fence(machine, *block.cluster, warp, number == kClusterBarrier ? kInCluster : kInBlock, 0);
   }
 
   bool wait_cluster(Context& c) {

@@ -243,7 +243,6 @@ struct Undefined {
 
 struct FullWarp : Warp {
   int agent = 0;  // its number within the cluster
-  uint32_t live = 0;  // the lanes that have not exited
   std::vector<uint8_t> file;
   std::vector<uint8_t> local;       // each lane's own memory
   std::vector<uint8_t> local_written;  // which bytes of it were written
@@ -416,12 +415,12 @@ inline bool Block::reads_freely(const FullWarp& warp, int lane, uint64_t address
 }
 inline void Block::event() { ++cluster->events; }
 inline bool Block::is_own(int agent) const { return agent / static_cast<int>(warps.size()) == rank; }
+// A fence of some lanes; of none where all of them have just met.
 void fence(const Machine& machine, const Cluster& cluster, FullWarp& warp, int scope, uint32_t lanes);
 // An atomic load: what those who wrote there have released, the warp knows, at once or from its next fence on.
 void read_flag(Context& context, uint64_t address, int scope, bool acquires);
-// An atomic store, or a change, by a lane: it releases what the lanes that execute it know, or what the lane knew at its
-// last fence.
-void write_flag(Context& context, uint64_t address, int scope, uint32_t mask, int lane, bool releases, bool changes);
+// An atomic store, or a change, by a lane: it releases what the lane knows, or what it knew at its last fence.
+void write_flag(Context& context, uint64_t address, int scope, int lane, bool releases, bool changes);
 
 // Accesses to a word of global memory: by which block (-1: none, -2: several), its last one and the last one of another
 // warp.
