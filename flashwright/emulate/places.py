@@ -252,9 +252,6 @@ def _told(one: Finding, origin: Origin) -> str:
         return f"executes {one.instruction.opcode} with only a part of its warp"
     if one.kind == "trap":
         return f"fails the assertion `{one.text}`" if one.text else "stops the kernel"
-    if one.kind == "proxy" and one.other and one.other.opcode.startswith("mbarrier.init"):
-        barrier = f"the mbarrier at {one.address:#x} with no fence.mbarrier_init"
-        return f"copies by {barrier} or fence.proxy.async since {other}"
     if one.kind == "race" and first == NOT_BEGUN:
         return f"{verb} {count}{where}, which may not have begun: there is no barrier.cluster"
     if one.kind == "race" and first == EXITED and one.other:

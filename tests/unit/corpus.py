@@ -713,13 +713,6 @@ CASES: dict[str, Case] = {
         [
             Bug(BARRIER, SYNC, "", "race|barrier", "mbarrier"),
             Bug(
-                "missing proxy fence",
-                '    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");\n',
-                "",
-                "proxy",
-                "cp.async.bulk",
-            ),
-            Bug(
                 "number of arrivals",
                 "init(&empty[s], kConsumers)",
                 "init(&empty[s], 32)",

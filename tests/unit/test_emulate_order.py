@@ -105,8 +105,9 @@ def told() -> EmulatedKernel:
 def test_a_lane_tells_only_what_its_warp_has_done_before_it_met(
     told: EmulatedKernel, how: int, ordered: bool, shared: int
 ) -> None:
-    """1: __syncwarp(), 2: a fence of all lanes, 32: __syncwarp(), 4: a fence of the lane that stores
-    the flag, 8: a release by it. In shared memory between two warps, in global memory between two blocks."""
+    """The bits of `how`: 1 and 32 are a __syncwarp() before and after a fence of all lanes (2), 4
+    is a fence of the lane that stores the flag, 8 a release by it. In shared memory between warps,
+    in global memory between blocks."""
     y = np.zeros(65, np.int32)
     y[0] = 7
     grid, block = (1, 64) if shared else (2, 32)

@@ -136,6 +136,7 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
   machine.operands.assign(launch.operands, launch.operands + launch.operand_count);
   machine.touched.assign(launch.touched, launch.touched + launch.touched_count);
   machine.regions.assign(launch.regions, launch.regions + launch.region_count);
+  std::sort(machine.regions.begin(), machine.regions.end(), [](auto& a, auto& b) { return a.base < b.base; });
   machine.parameters.assign(launch.parameters, launch.parameters + launch.parameter_bytes);
   machine.shared_races = launch.races != 0;
   machine.global_races = launch.races == 2;
@@ -157,8 +158,8 @@ void remember(const fw_launch& launch, fw::Machine& machine) {
     bool written = region.use != fw::kRead && region.use != fw::kHeap;
     if (machine.reduces && !machine.orders && !machine.global_races) machine.visits.emplace_back(written ? 2 * (region.size / 4 + 1) : 0);
     bool changes = machine.global_races && written && region.use != fw::kUnset;
-    void* words = changes ? std::calloc(region.size / 4 + 1, sizeof(fw::GlobalWord)) : nullptr;
-    machine.words.emplace_back(static_cast<fw::GlobalWord*>(words));
+    void* granules = changes ? std::calloc(region.size / fw::kGranule + 1, sizeof(fw::GlobalGranule)) : nullptr;
+    machine.granules.emplace_back(static_cast<fw::GlobalGranule*>(granules));
   }
 }
 

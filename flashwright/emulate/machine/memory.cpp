@@ -25,34 +25,42 @@ void Machine::find(const Context& context, FindingKind kind, int lane, uint64_t 
   }
 }
 
+int64_t Machine::region_of(uint64_t address, int bytes) {
+  auto holds = [&](const Region& one) { return address >= one.base && address + bytes <= one.base + one.size; };
+  if (recent < regions.size() && holds(regions[recent])) return static_cast<int64_t>(recent);
+  auto behind = std::upper_bound(regions.begin(), regions.end(), address, [](uint64_t a, const Region& r) { return a < r.base; });
+  if (behind == regions.begin() || !holds(*(behind - 1))) return -1;
+  return static_cast<int64_t>(recent = behind - 1 - regions.begin());
+}
+
 uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes, bool write, int align,
                          int scope, const Accessor* who) {
   if ((address & ((align ? align : bytes) - 1)) != 0) {  // powers of two
     find(context, kMisaligned, lane, address);
     return nullptr;
   }
-  for (size_t n = 0; n < regions.size(); ++n) {
-    Region& region = regions[n];
-    if (address < region.base || address + bytes > region.base + region.size) continue;
-    if (region.use == kHeap) return allocated(context, lane, address, bytes, write);
-    uint64_t offset = address - region.base;
-    if (write && (region.use == kRead || region.use == kUnset)) {
-      find(context, kReadOnly, lane, address);
-      return nullptr;
-    }
-    if (region.use >= kOutput) {
-      uint8_t* marks = (region.marks != nullptr ? region.marks : (*filled)[n].data()) + offset;
-      if (write) std::fill_n(marks, bytes, 1);
-      else if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
-    }
-    if (!visits.empty() && region.use != kRead) visit(context, lane, n, offset, bytes, scope >= 0);
-    if (global_races && words[n] != nullptr) {
-      visit_words(context, who ? *who : accessor(full(context), lane), n, offset, bytes, write, scope);
-    }
-    return region.data + offset;
+  int64_t n = region_of(address, bytes);
+  if (n < 0) {
+    find(context, kOutOfBounds, lane, address);
+    return nullptr;
   }
-  find(context, kOutOfBounds, lane, address);
-  return nullptr;
+  Region& region = regions[n];
+  if (region.use == kHeap) return allocated(context, lane, address, bytes, write);
+  uint64_t offset = address - region.base;
+  if (write && (region.use == kRead || region.use == kUnset)) {
+    find(context, kReadOnly, lane, address);
+    return nullptr;
+  }
+  if (region.use >= kOutput) {
+    uint8_t* marks = (region.marks != nullptr ? region.marks : (*filled)[n].data()) + offset;
+    if (write) std::fill_n(marks, bytes, 1);
+    else if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
+  }
+  if (!visits.empty() && region.use != kRead) visit(context, lane, n, offset, bytes, scope >= 0);
+  if (global_races && granules[n] != nullptr) {
+    visit_granules(context, who ? *who : accessor(full(context), lane), n, offset, bytes, write, scope);
+  }
+  return region.data + offset;
 }
 
 namespace {
@@ -97,12 +105,11 @@ uint8_t* Machine::shared(Context& context, int lane, uint64_t address, int bytes
 }
 
 void Machine::check_filled(Context& context, int lane, uint64_t address, int bytes) {
-  for (size_t n = 0; n < regions.size(); ++n) {
-    const Region& region = regions[n];
-    if (region.use != kEmpty || address < region.base || address + bytes > region.base + region.size) continue;
-    const uint8_t* marks = (region.marks != nullptr ? region.marks : (*filled)[n].data()) + (address - region.base);
-    if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
-  }
+  int64_t n = region_of(address, bytes);
+  if (n < 0 || regions[n].use != kEmpty) return;
+  const uint8_t* marks = regions[n].marks != nullptr ? regions[n].marks : (*filled)[n].data();
+  marks += address - regions[n].base;
+  if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
 }
 
 void Machine::find_conflict(Context& context, const uint64_t* address, uint32_t mask, int bytes,

@@ -172,22 +172,33 @@ void write_flag(Context& context, uint64_t address, int scope, int lane, bool re
 
 namespace {
 
-struct WordAccess {
+struct GlobalVisitor {  // an access to some of 16 bytes, or to a word
   const Accessor& who;
   const Block& block;
   int scope;  // of a strong access, or -1
   int32_t instruction;
-  uint8_t mask;
+  uint32_t mask;
 
   bool in_block(const GlobalAccess& before) const {
+    if (before.cluster != block.cluster->number) return false;
     int warps = static_cast<int>(block.warps.size());
-    return before.cluster == block.cluster->number && before.agent % block.cluster->warps / warps == block.rank;
+    return before.agent == who.warp || before.agent % block.cluster->warps / warps == block.rank;
   }
 
   // Both are atomic, and each one's scope includes the other.
   bool strong(const GlobalAccess& before) const {
     int between = in_block(before) ? kInBlock : before.cluster == block.cluster->number ? kInCluster : kInGrid;
     return before.scope >= between && scope >= between;
+  }
+
+  // Whether all lanes that have made an access to the same bytes pass a test.
+  template <class F>
+  bool lanes_of(const GlobalAccess& before, F&& test) const {
+    for (int word = 0; word < 4; ++word) {
+      auto lane = static_cast<uint8_t>(before.lanes >> 8 * word);
+      if ((before.bytes & mask) >> 4 * word & 0xf && !test(static_cast<int>(lane))) return false;
+    }
+    return true;
   }
 
   bool ordered(const GlobalAccess& before) const {
@@ -198,58 +209,124 @@ struct WordAccess {
       if (found == others->end()) return false;
       const KnownCluster& known = *found->second;
       if (before.time <= Clock::at(known.times, before.agent)) return true;
-      return !known.parts.empty() && Clock{known.times, known.parts, {}, nullptr}.knows(before.agent, before.time, before.lane);
+      if (known.parts.empty()) return false;
+      Clock clock{known.times, known.parts, {}, nullptr};
+      return lanes_of(before, [&](int lane) { return clock.knows(before.agent, before.time, lane); });
     }
     if (before.agent != who.agent || who.agent != who.warp) {
-      return who.clock->knows(before.agent, before.time, before.lane);
+      if (before.time <= Clock::at(who.clock->known, before.agent)) return true;
+      return lanes_of(before, [&](int lane) { return who.clock->knows(before.agent, before.time, lane); });
     }
-    return before.time < who.met || before.lane == who.lane || before.instruction == instruction;
+    if (before.time < who.met || before.instruction == instruction) return true;
+    return ((before.lanes ^ repeated(who.lane)) & named_words(before.bytes & mask)) == 0;
   }
 
   // Whether nothing orders the two.
   bool collides(const GlobalAccess& before) const {
-    return before.time != 0 && (before.bytes & mask) != 0 && !strong(before) && !ordered(before);
+    return before.time != 0 && (before.bytes & mask) != 0 && !ordered(before) && !strong(before);
   }
 
+  bool same(const GlobalAccess& one) const {
+    return one.time == who.time && one.agent == who.agent && one.cluster == block.cluster->number && one.scope == scope;
+  }
+
+  // Whether one access remains to be known if this one is noted.
+  bool fits(const GlobalAccess& one) const { return one.time == 0 || (one.bytes & ~mask) == 0 || same(one); }
+
   void note(GlobalAccess& access) const {
-    bool same = access.cluster == block.cluster->number && access.agent == who.agent && access.time == who.time;
-    bool alike = same && access.scope == scope;
-    access.bytes = alike ? access.bytes | mask : mask;
-    access.lane = same && access.lane != who.lane ? -2 : static_cast<int8_t>(who.lane);
-    access.scope = static_cast<int8_t>(scope);
+    uint32_t lanes = repeated(who.lane);
+    if (same(access)) {
+      uint32_t mine = named_words(mask), others = (access.lanes ^ lanes) & mine & named_words(access.bytes);
+      lanes = (access.lanes & ~mine) | (lanes & mine);
+      for (uint32_t byte = 0xff; byte != 0 && others != 0; byte <<= 8) {
+        if ((others & byte) != 0) lanes = (lanes & ~byte) | (repeated(kSeveral) & byte);
+      }
+      access.bytes |= static_cast<uint16_t>(mask);
+    } else {
+      access.bytes = static_cast<uint16_t>(mask);
+    }
+    access.lanes = lanes;
+    access.scope = static_cast<int16_t>(scope);
     access.cluster = block.cluster->number;
-    access.agent = static_cast<int16_t>(who.agent);
+    access.agent = who.agent;
     access.time = who.time;
     access.instruction = instruction;
   }
+
+  // Of readers the last one of two blocks are known: a later write that none of the others is ordered with either.
+  bool comes_after(const GlobalAccess& read) const { return read.time != 0 && !in_block(read); }
+
+  void note_read(GlobalAccess& read, GlobalAccess& other_read) const {
+    if (comes_after(read)) other_read = read;
+    note(read);
+  }
+
+  // Whether 16 bytes need not be split.
+  bool fits(const GlobalGranule& all, bool write) const {
+    if (scope >= 0) return false;
+    if (write) return fits(all.write);
+    if (!comes_after(all.read)) return fits(all.read);
+    return all.other_read.time == 0 || (all.other_read.bytes & ~all.read.bytes) == 0;
+  }
 };
+
+// A word's part of an access to 16 bytes.
+GlobalAccess part(const GlobalAccess& all, int word) {
+  GlobalAccess own = all;
+  own.bytes = all.bytes >> 4 * word & 0xf;
+  own.lanes = repeated(all.lanes >> 8 * word);
+  if (own.bytes == 0) own.time = 0;
+  return own;
+}
 
 }  // namespace
 
-void Machine::visit_words(Context& context, const Accessor& who, size_t region, uint64_t offset, int bytes, bool write,
-                          int scope) {
-  for (uint64_t n = offset / 4; n <= (offset + bytes - 1) / 4; ++n) {
-    uint64_t first = std::max(offset, 4 * n) - 4 * n, end = std::min<uint64_t>(offset + bytes, 4 * n + 4) - 4 * n;
-    WordAccess visitor{who, *context.block, scope, context.instruction, static_cast<uint8_t>((1u << end) - (1u << first))};
-    GlobalWord& word = words[region].get()[n];
-    auto check = [&](const GlobalAccess& before) {
-      if (!visitor.collides(before)) return;
-      bool narrow = before.scope >= 0 && scope >= 0;
-      bool other = !visitor.in_block(before);
-      find(context, kRace, who.lane, regions[region].base + offset, before.instruction,
-           narrow ? kNarrowScope : other ? kOtherBlock : 0);
-    };
-    check(word.write);
-    check(word.strong);
-    if (!write) {
-      // Of readers the last one of two blocks are known: a later write that none of the others is ordered with either.
-      if (!visitor.in_block(word.read) && word.read.time != 0) word.other_read = word.read;
-      visitor.note(word.read);
+void Machine::visit_granules(Context& context, const Accessor& who, size_t region, uint64_t offset, int bytes, bool write,
+                             int scope) {
+  auto check = [&](const GlobalVisitor& visitor, const GlobalAccess& before) {
+    if (!visitor.collides(before)) return;
+    bool narrow = before.scope >= 0 && scope >= 0;
+    bool other = !visitor.in_block(before);
+    find(context, kRace, who.lane, regions[region].base + offset, before.instruction,
+         narrow ? kNarrowScope : other ? kOtherBlock : Detail{});
+  };
+  for (uint64_t n = offset / kGranule; n <= (offset + bytes - 1) / kGranule; ++n) {
+    uint64_t begin = kGranule * n, first = std::max(offset, begin) - begin;
+    uint64_t end = std::min(offset + bytes, begin + kGranule) - begin;
+    GlobalVisitor visitor{who, *context.block, scope, context.instruction, (1u << end) - (1u << first)};
+    GlobalGranule& all = granules[region].get()[n];
+    all.touched = 1;
+    if (all.split == 0 && visitor.fits(all, write)) {
+      check(visitor, all.write);
+      if (!write) {
+        visitor.note_read(all.read, all.other_read);
+        continue;
+      }
+      check(visitor, all.read);
+      check(visitor, all.other_read);
+      visitor.note(all.write);
       continue;
     }
-    check(word.read);
-    check(word.other_read);
-    visitor.note(scope >= 0 ? word.strong : word.write);
+    if (all.split == 0) {
+      split.emplace_back();
+      for (int w = 0; w < 4; ++w) split.back()[w] = {part(all.write, w), {}, part(all.read, w), part(all.other_read, w)};
+      all.split = static_cast<uint32_t>(split.size());
+    }
+    uint32_t mask = visitor.mask;
+    for (int w = 0; w < 4; ++w) {
+      visitor.mask = mask >> 4 * w & 0xf;
+      if (visitor.mask == 0) continue;
+      GlobalWord& word = split[all.split - 1][w];
+      check(visitor, word.write);
+      check(visitor, word.strong);
+      if (!write) {
+        visitor.note_read(word.read, word.other_read);
+        continue;
+      }
+      check(visitor, word.read);
+      check(visitor, word.other_read);
+      visitor.note(scope >= 0 ? word.strong : word.write);
+    }
   }
 }
 

@@ -134,9 +134,12 @@ struct Access {
   uint32_t time = 0;  // 0 is never
   int32_t instruction = -1;
   uint32_t lanes = 0;  // of each byte the lane; kSeveral where there are several
-  int16_t agent = -1;
-  uint8_t bytes = 0;   // a bit for each; kVolatileBit for what is in `atomics`, kStrongBit for what is in `reads`
+  int32_t agent : 24;  // each initialisation of an mbarrier makes one
+  uint32_t bytes : 8;  // a bit for each; kVolatileBit for what is in `atomics`, kStrongBit for what is in `reads`
+
+  Access() : agent(-1), bytes(0) {}
 };
+static_assert(sizeof(Access) == 16, "there are many of them");
 constexpr uint8_t kVolatileBit = 0x10, kStrongBit = 0x20, kSeveral = 0xfe;
 
 // The same byte four times; and the bytes of a word that a mask of four bits names.
@@ -407,7 +410,7 @@ inline bool Block::reads_freely(const FullWarp& warp, int lane, uint64_t address
     bool same = read.agent == warp.agent && read.time == time;
     note_lane(read, lane, mask, same);
     read.bytes = same ? (read.bytes | mask) & 0xf : mask;
-    read.agent = static_cast<int16_t>(warp.agent);
+    read.agent = warp.agent;
     read.time = time;
     read.instruction = instruction;
   }
@@ -429,22 +432,35 @@ struct Visit {
   Access last, other_warp;
 };
 
-// The same by any block, where races in global memory are looked for.
+// The same by any block, where races in global memory are looked for: to some of 16 bytes, or to a word.
 struct GlobalAccess {
   uint32_t time;  // 0 is never
   int32_t instruction;
   int32_t cluster;
-  int16_t agent;
-  int8_t lane;
-  uint8_t bytes : 4;
-  int8_t scope : 4;  // of an atomic access, else -1
+  int32_t agent;
+  uint32_t lanes;  // of each word the lane; kSeveral where there are several
+  uint16_t bytes;
+  int16_t scope;  // of an atomic access, else -1
 };
-static_assert(sizeof(GlobalAccess) == 16, "there are many of them");
+
+// The bytes of `lanes` for the words that a mask of 16 bytes names.
+inline uint32_t named_words(uint32_t bytes) {
+  uint32_t any = (bytes | bytes >> 1 | bytes >> 2 | bytes >> 3) & 0x1111;
+  return ((any & 0x1) | (any & 0x10) << 4 | (any & 0x100) << 8 | (any & 0x1000) << 12) * 0xff;
+}
 
 // The last plain and the last atomic change of a word, and its last reads by two blocks.
 struct GlobalWord {
   GlobalAccess write, strong, read, other_read;
 };
+
+// The same of 16 bytes that are accessed together; else their words are split.
+struct GlobalGranule {
+  volatile uint8_t touched;  // written before anything is read: else the system makes each page twice
+  uint32_t split;            // 1 + the number of their words in Machine::split, or 0
+  GlobalAccess write, read, other_read;
+};
+constexpr uint64_t kGranule = 16;
 
 // --- the machine ----------------------------------------------------------------------------------
 
@@ -476,7 +492,8 @@ struct Machine {
   std::vector<int32_t> operands;
   std::vector<int32_t> touched;
   std::vector<WgmmaShape> shapes;  // by instruction; empty where there is no wgmma
-  std::vector<Region> regions;
+  std::vector<Region> regions;  // by their addresses
+  size_t recent = 0;            // the one that was accessed last
   std::shared_ptr<std::vector<std::vector<uint8_t>>> filled;  // of each output: which bytes were written
   // Of each tensor that is written, two for each word: plain accesses and reductions. Empty where none are made (red), or
   // where atom may order blocks.
@@ -489,7 +506,8 @@ struct Machine {
   std::vector<Counts> counts;
   Heap heap;
   std::string printed;
-  std::vector<std::unique_ptr<GlobalWord, Free>> words;  // of each tensor, if they are looked for
+  std::vector<std::unique_ptr<GlobalGranule, Free>> granules;  // of each tensor, if they are looked for
+  std::deque<std::array<GlobalWord, 4>> split;
   bool global_races = false;
   Flags flags;  // in global memory
   bool shared_races = true;
@@ -503,6 +521,8 @@ struct Machine {
 
   void find(const Context& context, FindingKind kind, int lane, uint64_t address, int other = -1,
             int64_t first = 0, int64_t second = 0);
+  // The number of the region that has some bytes, or -1.
+  int64_t region_of(uint64_t address, int bytes);
   // The bytes at an address, or null, which has then been told.
   // `scope`: that of an atomic access, or -1. `who`: if it is not the lane itself.
   uint8_t* global(Context& context, int lane, uint64_t address, int bytes, bool write, int align = 0,
@@ -516,8 +536,8 @@ struct Machine {
   // Finds reductions and plain accesses to the same words that nothing orders.
   void visit(Context& context, int lane, size_t region, uint64_t offset, int bytes, bool reduces);
   // Finds accesses to the same words, of which one is no atomic one of a sufficient scope, that nothing orders.
-  void visit_words(Context& context, const Accessor& who, size_t region, uint64_t offset, int bytes, bool write,
-                   int scope);
+  void visit_granules(Context& context, const Accessor& who, size_t region, uint64_t offset, int bytes, bool write,
+                      int scope);
   uint8_t* shared(Context& context, int lane, uint64_t address, int bytes, bool write, Strength strength = kWeak);
   // The same for asynchronous work of a group or an mbarrier.
   bool shared_async(Context& context, Accessor who, uint64_t address, int bytes, bool write);
