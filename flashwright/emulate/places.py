@@ -239,8 +239,8 @@ def _told(one: Finding, origin: Origin) -> str:
         return told
     if one.kind == "misaligned" and one.instruction.opcode.startswith("wmma"):
         stored = "store" in one.instruction.opcode
-        size = f"{'writes' if stored else 'reads'} a fragment at {where}, with a stride of {second}"
-        return f"{size}: fragments of this kind begin at multiples of {first} bytes"
+        told = f"{'writes' if stored else 'reads'} a fragment at {where}, with a stride of {second}"
+        return f"{told}: fragments of this kind begin at multiples of {first} bytes"
     if one.kind in _BOXES and second and "bulk.tensor" in one.instruction.opcode:
         return _box(one, origin)
     if one.kind == "divergent" and first == UNDEFINED:

@@ -24,7 +24,7 @@ void check_visit(Context& context, const Accessor& who, Block& home, uint64_t ad
   Access access;
   access.time = who.time;
   access.instruction = context.instruction;
-  access.agent = who.agent;
+  access.agent = static_cast<int16_t>(who.agent);
   last = {access, context.block, context.warp->number, who.lane, address};
 }
 

@@ -98,7 +98,7 @@ void note(Access& access, const Accessor& who, int32_t instruction, uint8_t byte
   note_lane(access, who.lane, bytes, same);
   uint8_t flags = kVolatileBit | kStrongBit;  // of which all accesses must be, to be a bit of both
   access.bytes = same ? ((access.bytes | bytes) & 0xf) | (access.bytes & bytes & flags) : bytes;
-  access.agent = who.agent;
+  access.agent = static_cast<int16_t>(who.agent);
   access.time = who.time;
   access.instruction = instruction;
 }

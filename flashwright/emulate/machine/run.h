@@ -134,10 +134,8 @@ struct Access {
   uint32_t time = 0;  // 0 is never
   int32_t instruction = -1;
   uint32_t lanes = 0;  // of each byte the lane; kSeveral where there are several
-  int32_t agent : 24;  // each initialisation of an mbarrier makes one
-  uint32_t bytes : 8;  // a bit for each; kVolatileBit for what is in `atomics`, kStrongBit for what is in `reads`
-
-  Access() : agent(-1), bytes(0) {}
+  int16_t agent = -1;
+  uint8_t bytes = 0;   // a bit for each; kVolatileBit for what is in `atomics`, kStrongBit for what is in `reads`
 };
 static_assert(sizeof(Access) == 16, "there are many of them");
 constexpr uint8_t kVolatileBit = 0x10, kStrongBit = 0x20, kSeveral = 0xfe;
@@ -349,6 +347,7 @@ struct Block {
   std::vector<FullWarp> warps;
   std::array<Barrier, kClusterBarrier> barriers;
   std::map<uint32_t, Mbarrier> mbarriers;
+  std::map<uint32_t, std::pair<int, uint32_t>> agents;  // of mbarriers by address, and what the last one there issued
   std::vector<Load> loads;
   size_t words = 0;
   Accesses writes;  // of each word of shared memory the last one
@@ -410,7 +409,7 @@ inline bool Block::reads_freely(const FullWarp& warp, int lane, uint64_t address
     bool same = read.agent == warp.agent && read.time == time;
     note_lane(read, lane, mask, same);
     read.bytes = same ? (read.bytes | mask) & 0xf : mask;
-    read.agent = warp.agent;
+    read.agent = static_cast<int16_t>(warp.agent);
     read.time = time;
     read.instruction = instruction;
   }
