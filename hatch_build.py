@@ -1,7 +1,7 @@
-"""The wheel's build hook: compiles the launcher and the emulator's machine, so that a machine that
-loads or emulates kernels need not.
+"""The wheel's build hook: compiles the launcher and the emulator's libraries, so that machines that
+load or emulate kernels need not.
 
-An editable install gets neither and compiles each at its first use. So does a wheel that is built
+An editable install gets none and compiles each at its first use. So does a wheel that is built
 without a C++ compiler; it is tagged py3-none-any.
 """
 
@@ -25,7 +25,7 @@ class LibrariesHook(BuildHookInterface):
             return
         sys.path.insert(0, self.root)
         from flashwright.build import native
-        from flashwright.emulate import machine
+        from flashwright.emulate import host_library, machine
         from flashwright.lang.diagnostic import Failed
 
         self.folder = tempfile.TemporaryDirectory()
@@ -39,7 +39,11 @@ class LibrariesHook(BuildHookInterface):
             made = machine.compile_portable(Path(self.folder.name))
             return made, machine.BUILT_IN / made.name
 
-        for make in (make_launcher, make_machine):
+        def make_host() -> tuple[Path, Path]:
+            made = host_library.compile_portable(Path(self.folder.name))
+            return made, machine.BUILT_IN / made.name
+
+        for make in (make_launcher, make_machine, make_host):
             try:
                 made, place = make()
             except Failed as failed:

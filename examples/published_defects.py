@@ -108,26 +108,6 @@ __global__ void mask(int* x) {
   asm volatile("redux.sync.add.s32 %0, %1, 0xff;" : "=r"(sum) : "r"(x[threadIdx.x]));
   x[threadIdx.x] = sum;
 }""",
-    "unfenced": """
-// TMA uses an mbarrier; its initialisation is not made visible to the asynchronous proxy.
-#include <cstdint>
-__global__ void unfenced(float* x) {
-  __shared__ alignas(128) float tile[64];
-  __shared__ uint64_t full;
-  auto bar = (unsigned)__cvta_generic_to_shared(&full);
-  auto to = (unsigned)__cvta_generic_to_shared(tile);
-  if (threadIdx.x == 0) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(bar) : "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], 256;" ::"r"(bar) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1], 256, [%2];"
-                 ::"r"(to), "l"(x), "r"(bar) : "memory");
-  }
-  __syncthreads();
-  asm volatile("{\\n.reg .pred p;\\nagain: mbarrier.try_wait.parity.shared.b64 p, [%0], 0;\\n"
-               "@!p bra again;\\n}" ::"r"(bar) : "memory");
-  x[threadIdx.x] = tile[63 - threadIdx.x];
-}""",
     "lockstep": """
 // The lanes of a warp are not in lockstep: volatile does not order them, __syncwarp does.
 __global__ void lockstep(float* x) {

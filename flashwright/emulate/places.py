@@ -45,7 +45,7 @@ _VERBS = {
     "red": "changes",
 }
 # The first details of findings that have a meaning of their own (run.h).
-NOT_BEGUN, EXITED, NOBODY_WRITES, OTHER_BLOCK, NARROW_SCOPE = -1, -2, -2, -3, -4
+NOT_BEGUN, EXITED, NOBODY_WRITES, OTHER_BLOCK, NARROW_SCOPE, UNDEFINED = -1, -2, -2, -3, -4, -5
 _TYPE = re.compile(r"\.[busf](8|16|32|64|128)$")
 _MOST_HEAP = 1 << 36
 _MOST_CALLS = 4
@@ -203,7 +203,12 @@ def _span(found: Location, origin: Origin) -> Span | None:
     return None
 
 
-_NOUNS = {"proxy": "the store", "register": "the wgmma", "fence": "the write"}
+_NOUNS = {
+    "divergent": "the instruction",
+    "proxy": "the store",
+    "register": "the wgmma",
+    "fence": "the write",
+}
 _BOXES = {
     "misaligned": "which is no multiple of 16 bytes",
     "out_of_bounds": "before the tensor: a load may, a store may not",
@@ -211,6 +216,7 @@ _BOXES = {
 _OTHER = {
     "race": "the access that it collides with",
     "proxy": "written here",
+    "divergent": "the undefined value is used here",
     "register": "the wgmma that is under way",
     "fence": "written here",
 }
@@ -231,17 +237,21 @@ def _told(one: Finding, origin: Origin) -> str:
         return _waits(one, origin)
     if one.kind == "out_of_bounds" and (told := _no_memory(one, origin)):
         return told
+    if one.kind == "misaligned" and one.instruction.opcode.startswith("wmma"):
+        stored = "store" in one.instruction.opcode
+        told = f"{'writes' if stored else 'reads'} a fragment at {where}, with a stride of {second}"
+        return f"{told}: fragments of this kind begin at multiples of {first} bytes"
     if one.kind in _BOXES and second and "bulk.tensor" in one.instruction.opcode:
         return _box(one, origin)
+    if one.kind == "divergent" and first == UNDEFINED:
+        absent = f"which does not execute {one.instruction.opcode} or is not in the mask"
+        return f"reads the register of lane {one.address}, {absent}; {other} uses what it gets"
     if one.kind == "divergent" and one.lane >= 0:
         return f"executes {one.instruction.opcode} with the mask {one.address:#x}, without itself"
     if one.kind == "divergent":
         return f"executes {one.instruction.opcode} with only a part of its warp"
     if one.kind == "trap":
         return f"fails the assertion `{one.text}`" if one.text else "stops the kernel"
-    if one.kind == "proxy" and one.other and one.other.opcode.startswith("mbarrier.init"):
-        barrier = f"the mbarrier at {one.address:#x} with no fence.mbarrier_init"
-        return f"copies by {barrier} or fence.proxy.async since {other}"
     if one.kind == "race" and first == NOT_BEGUN:
         return f"{verb} {count}{where}, which may not have begun: there is no barrier.cluster"
     if one.kind == "race" and first == EXITED and one.other:

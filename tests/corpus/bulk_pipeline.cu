@@ -29,7 +29,6 @@ __global__ void bulk_pipeline(const float* x, float* y, int tiles) {
       init(&full[s], 1);
       init(&empty[s], kConsumers);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   if (threadIdx.x >= kConsumers) {

@@ -393,6 +393,13 @@ CASES: dict[str, Case] = {
                 "total +=",
             ),
             Bug(MASK, "if (threadIdx.x < 32) {", "if (threadIdx.x < 16) {", "divergent", "__shfl"),
+            Bug(
+                MASK,
+                "  sum = over_warp(sum);\n  if",
+                "  if (threadIdx.x >= 120) return;\n  sum = over_warp(sum);\n  if",
+                "divergent",
+                "__shfl",
+            ),
         ],
     ),
     "scan": Case(
@@ -706,13 +713,6 @@ CASES: dict[str, Case] = {
         [
             Bug(BARRIER, SYNC, "", "race|barrier", "mbarrier"),
             Bug(
-                "missing proxy fence",
-                '    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");\n',
-                "",
-                "proxy",
-                "cp.async.bulk",
-            ),
-            Bug(
                 "number of arrivals",
                 "init(&empty[s], kConsumers)",
                 "init(&empty[s], 32)",
@@ -862,6 +862,7 @@ CASES: dict[str, Case] = {
                 "box[",
             ),
             Bug(BARRIER, SYNC, "", "race|unwritten", "turn"),
+            Bug(BARRIER, "lane];\n      __syncwarp();", "lane];", "race", "box["),
             Bug(BOUNDS, "x[n * 32 + lane]", "x[(n + 1) * 32 + lane]", "out_of_bounds", "box["),
             Bug(BOUNDS, "box[31 - lane]", "box[32 - lane]", "out_of_bounds|unwritten|race", "box["),
         ],

@@ -337,3 +337,38 @@ def test_races_are_not_looked_for_where_it_is_not_asked() -> None:
     x = np.arange(64 * 64, dtype=np.float32)
     done = made("apart")(64, 64, x, np.zeros_like(x), len(x), -1, races="none")
     assert {f.kind for f in done.findings} == {"unwritten"}, "of a warp that came too early"
+
+
+WORDS = """
+extern "C" __global__ void words(float* y, int apart) {
+  if (threadIdx.x) return;
+  if (blockIdx.x == 0) {
+    if (apart & 1) y[0] = 1;
+    else *(float4*)y = make_float4(1, 2, 3, 4);
+  }
+  if (blockIdx.x == 1 && apart & 2) y[1] = 2;
+  if (blockIdx.x == 1 && apart & 4) atomicAdd(y + 2, 1.f);
+  if (blockIdx.x == 2 && apart & 8) y[4] = y[0];
+  if (blockIdx.x == 2 && apart & 16) y[4] = y[3];
+  if (blockIdx.x == 2 && apart & 32) atomicAdd(y + 2, 1.f);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("apart", "races"),
+    [
+        (1 | 2 | 4 | 16 | 32, False),  # each block has words of its own, or adds to one
+        (0, False),
+        (2, True),
+        (4, True),
+        (8, True),
+        (16, True),
+        (1 | 2 | 8, True),  # what another block writes beside it hides nothing
+        (1 | 4 | 8, True),
+    ],
+)
+def test_blocks_race_for_words_not_for_their_neighbours(apart: int, races: bool) -> None:
+    y = np.zeros(8, np.float32)
+    done = flashwright.emulate.kernel(WORDS, "words")(3, 32, y, apart, races="global")
+    assert {one.kind for one in done.findings} == ({"race"} if races else set())

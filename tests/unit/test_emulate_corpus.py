@@ -69,7 +69,6 @@ DEFECTS = {
     "zeroed": "race",
     "initialised": "race",
     "mask": "divergent",
-    "unfenced": "proxy",
     "lockstep": "race",
 }
 

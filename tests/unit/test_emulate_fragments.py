@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -53,6 +55,15 @@ extern "C" __global__ void rows(const half* a, const half* b, float* d) {
   }
   store_matrix_sync(d, sum, 16, mem_row_major);
 }
+#define FROM(name, S) \\
+  extern "C" __global__ void name(const S* a, float* d, int offset, int stride) { \\
+    fragment<matrix_a, 16, 16, 16, S, Row> left; \\
+    load_matrix_sync(left, a + offset, stride); \\
+    d[threadIdx.x] = float(left.x[0]); \\
+  }
+FROM(from_half, half)
+FROM(from_brain, __nv_bfloat16)
+FROM(from_bytes, signed char)
 extern "C" __global__ void part(const half* a, float* d) {
   fragment<accumulator, 16, 16, 16, float> sum;
   fill_fragment(sum, 1.f);
@@ -116,6 +127,28 @@ def test_faults_of_fragments_are_found(kernel: EmulatedKernel) -> None:
     assert found == {"out_of_bounds"}
     done = kernel.other("part")(1, 32, x, whole)
     assert {finding.kind for finding in done.findings} == {"divergent"}
+
+
+@pytest.mark.parametrize(
+    ("name", "offset", "stride", "told"),
+    [
+        ("from_half", 16, 24, ""),
+        ("from_half", 8, 24, "at byte 16 of .*begin at multiples of 32 bytes"),
+        ("from_half", 16, 20, "stride of 20"),
+        ("from_brain", 8, 24, ""),
+        ("from_brain", 4, 24, "multiples of 16 bytes"),
+        ("from_bytes", 8, 24, ""),
+        ("from_bytes", 4, 24, "multiples of 8 bytes"),
+        ("from_bytes", 8, 20, "stride of 20"),
+    ],
+)
+def test_fragments_begin_at_multiples_of_their_size(
+    kernel: EmulatedKernel, name: str, offset: int, stride: int, told: str
+) -> None:
+    kind = {"from_half": np.float16, "from_brain": np.uint16, "from_bytes": np.int8}[name]
+    done = kernel.other(name)(1, 32, np.ones(1024, kind), np.zeros(32, np.float32), offset, stride)
+    assert [finding.kind for finding in done.findings] == (["misaligned"] if told else [])
+    assert re.search(told, str(done))
 
 
 def lanes_of(rows: int, columns: int, each: int, of_b: bool) -> np.ndarray:

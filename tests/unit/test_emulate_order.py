@@ -67,6 +67,56 @@ KERNEL between_lanes(int* y) {
   if (threadIdx.x == 3) { data = y[0]; FENCE atomicExch(&flag, 1); }
 }
 """
+WARP = """
+#define SHARED 16
+extern "C" __global__ void told(int* y, int* flag, int how) {
+  __shared__ int here[32];
+  int* data = how & SHARED ? here : y + 33;
+  int lane = threadIdx.x % 32, writes = how & SHARED ? threadIdx.x / 32 : blockIdx.x;
+  if (writes) {
+    data[lane] = y[0];
+    if (how & 1) __syncwarp();
+    if (how & 2) __threadfence();
+    if (how & 32) __syncwarp();
+    if (lane == 0) {
+      if (how & 4) __threadfence();
+      if (how & 8) asm volatile("st.release.gpu.b32 [%0], 1;" :: "l"(flag) : "memory");
+      else atomicExch(flag, 1);
+    }
+  } else {
+    while (atomicAdd(flag, 0) == 0) {}
+    __threadfence();
+    y[1 + lane] = data[lane];
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def told() -> EmulatedKernel:
+    return flashwright.emulate.kernel(WARP, "told")
+
+
+@pytest.mark.parametrize("shared", [16, 0])
+@pytest.mark.parametrize(
+    ("how", "ordered"),
+    [(1 | 4, True), (4, False), (1 | 8, True), (8, False), (2 | 4, False), (2 | 32, True)],
+)
+def test_a_lane_tells_only_what_its_warp_has_done_before_it_met(
+    told: EmulatedKernel, how: int, ordered: bool, shared: int
+) -> None:
+    """The bits of `how`: 1 and 32 are a __syncwarp() before and after a fence of all lanes (2), 4
+    is a fence of the lane that stores the flag, 8 a release by it. In shared memory between warps,
+    in global memory between blocks."""
+    y = np.zeros(65, np.int32)
+    y[0] = 7
+    grid, block = (1, 64) if shared else (2, 32)
+    flag = np.zeros(1, np.int32)
+    done = told(grid, block, y, flag, how | shared, races="shared" if shared else "global")
+    assert kinds(done) == (set() if ordered else {"race"})
+    assert (y[1:33] == 7).all()
+
+
 ORDERED = ("by_volatile", "by_release", "by_global_flag", "lock_of_threads", "between_lanes")
 
 

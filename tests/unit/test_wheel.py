@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 LAUNCHER = "flashwright/build/launcher/launcher.so"
 MACHINE = re.compile(r"flashwright/emulate/prebuilt/machine-[0-9a-f]{32}\.so")
+HOST = re.compile(r"flashwright/emulate/prebuilt/host-[0-9a-f]{32}/\S+\.so[.0-9]*")
 BARE = {"PATH": "", "CXX": "no-such-compiler", "CUDA_HOME": "/nowhere"}
 
 
@@ -83,7 +84,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Installe
 
 def test_all_files_of_the_package_are_in_the_wheel_and_the_sdist(dist: Path, wheel: Path) -> None:
     names = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("flashwright/")}
-    assert {n for n in names if not MACHINE.fullmatch(n)} - {LAUNCHER} == tracked()
+    sources = {n for n in names if not MACHINE.fullmatch(n) and not HOST.fullmatch(n)}
+    assert sources - {LAUNCHER} == tracked()
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
@@ -91,10 +93,11 @@ def test_all_files_of_the_package_are_in_the_wheel_and_the_sdist(dist: Path, whe
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the libraries are for Linux")
-def test_the_wheel_has_both_libraries_and_the_tag_of_its_platform(wheel: Path) -> None:
+def test_the_wheel_has_its_libraries_and_the_tag_of_its_platform(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert LAUNCHER in names
     assert sum(1 for name in names if MACHINE.fullmatch(name)) == 1
+    assert sum(1 for name in names if HOST.fullmatch(name)) == 5
     tag = "py3-none-" + sysconfig.get_platform().replace("-", "_")
     assert wheel.name.endswith(f"-{tag}.whl")
 
@@ -146,6 +149,18 @@ def test_it_emulates_without_a_compiler(installed: Installed) -> None:
     done = installed.run(*command, **BARE, FLASHWRIGHT_CACHE=str(cache))
     assert done.returncode == 0, done.stderr
     assert not list(cache.glob("machine-*"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the libraries are for Linux")
+def test_it_emulates_programs_without_a_compiler(installed: Installed) -> None:
+    """The wheel's library stands in for CUDA: a program without kernels sees a GPU."""
+    code = "import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))"
+    cache = installed.folder / "none"
+    words = ("flashwright", "emulate-program", "--", str(installed.bin / "python"), "-c", code)
+    done = installed.run(*words, **BARE, FLASHWRIGHT_CACHE=str(cache))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0\n"
+    assert not list(cache.glob("host-*"))
 
 
 def test_it_loads_where_there_is_no_compiler(

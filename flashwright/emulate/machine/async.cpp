@@ -117,10 +117,6 @@ void load_one(Context& c, const int32_t* o, int lane, uint32_t shared, uint32_t 
   FullWarp& warp = full(c);
   Mbarrier* barrier = mbarrier(c, lane, address);
   if (barrier == nullptr) return;
-  const Access& made = barrier->made;
-  if (!barrier->fenced && made.time > Clock::at(warp.clock.fenced, made.agent)) {
-    c.machine->find(c, kProxy, lane, address, made.instruction);
-  }
   uint32_t number = ++barrier->issued;
   Cut cut{c, {&warp.clock, barrier->agent, number, warp.agent, lane, true}, true, {}, 0};
   cut.all(o, shared, counted);

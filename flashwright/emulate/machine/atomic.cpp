@@ -92,7 +92,7 @@ uint8_t* shared_place(Context& c, int lane, uint64_t address, int bytes, bool re
   if (Block* home = home_of(c, own); home != nullptr && own + bytes <= home->written.size()) {
     const uint8_t* marks = home->written.data() + own;
     bool there = std::count(marks, marks + bytes, 0) == 0;
-    if (!there && !replaced) c.machine->find(c, kUnwritten, lane, address);
+    if (!there && !replaced) c.machine->tell_unwritten(c, lane, *home, own, address, bytes);
   }
   return c.machine->shared(c, lane, address, bytes, true, kStrong);
 }
@@ -157,7 +157,7 @@ void atomic(Context& c, const int32_t* o, uint32_t mask) {
     if (c.machine->hands_on) {
       uint64_t flag = shared ? kSharedWindow + shared_by_all(c, address) : address;
       if (results[0] >= 0) read_flag(c, flag, scope, (o[0] & 4) != 0);
-      write_flag(c, flag, scope, (o[0] & 8) != 0, true);
+      write_flag(c, flag, scope, lane, (o[0] & 8) != 0, true);
     }
     int64_t changes = c.machine->changes;
     for (int n = 0; n < count; ++n, at += each) apply_any(c, o, slots[n], results[n], lane, at, shared);

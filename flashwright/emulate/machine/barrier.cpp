@@ -1,4 +1,7 @@
 // mbarriers: arrivals and bytes complete a phase, and whoever waits for it knows what they knew.
+#include <algorithm>
+#include <tuple>
+
 #include "run.h"
 
 namespace fw {
@@ -17,7 +20,7 @@ Mbarrier* mbarrier(Context& context, int lane, uint64_t address) {
   const Access& made = barrier.made;
   // A relaxed barrier of the cluster hands on nothing but initialisations that were fenced.
   bool shown = barrier.fenced && full(context).passed > barrier.generation;
-  if (!shown && made.time > Clock::at(full(context).clock.known, made.agent)) {
+  if (!shown && !full(context).clock.knows(made, 0xf)) {
     context.machine->find(context, kRace, lane, address, made.instruction);
   }
   return &found->second;
@@ -71,11 +74,15 @@ void init(Context& c, const int32_t* o, uint32_t mask) {
     uint64_t address = address_of(c, o, lane) % kWindow;
     if (address >= kOwnShared) c.machine->find(c, kOutOfBounds, lane, address);
     if (address >= kOwnShared || c.machine->shared(c, lane, address, 8, true) == nullptr) continue;
-    Mbarrier& barrier = c.block->mbarriers[static_cast<uint32_t>(address)];
+    auto place = static_cast<uint32_t>(address);
+    Mbarrier& barrier = c.block->mbarriers[place];
+    if (barrier.home != nullptr) c.block->agents[place] = {barrier.agent, barrier.issued};
     barrier = {};
     barrier.home = c.block;
     barrier.made = c.block->writes[address / 4];
-    barrier.agent = c.block->cluster->agents++;
+    auto [known, fresh] = c.block->agents.try_emplace(place, 0, 0);  // the time of an mbarrier's agent goes on
+    if (fresh) known->second.first = c.block->cluster->agents++;
+    std::tie(barrier.agent, barrier.issued) = known->second;
     barrier.count = barrier.pending = lanes<uint32_t>(c, o[3])[lane];
   }
 }
@@ -83,7 +90,10 @@ void init(Context& c, const int32_t* o, uint32_t mask) {
 void invalidate(Context& c, const int32_t* o, uint32_t mask) {
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     int lane = __builtin_ctz(rest);
-    c.block->mbarriers.erase(static_cast<uint32_t>(address_of(c, o, lane) % kWindow));
+    auto found = c.block->mbarriers.find(static_cast<uint32_t>(address_of(c, o, lane) % kWindow));
+    if (found == c.block->mbarriers.end()) continue;
+    c.block->agents[found->first] = {found->second.agent, found->second.issued};
+    c.block->mbarriers.erase(found);
   }
 }
 
@@ -131,8 +141,12 @@ void fence_init(Context& c, const int32_t*, uint32_t) {
 // Everything that this warp knows of is now seen by TMA and wgmma too.
 void fence_proxy(Context& c, const int32_t*, uint32_t) {
   FullWarp& warp = full(c);
-  Clock known{{}, warp.clock.known};
+  Clock known{{}, {}, warp.clock.known, nullptr};
   warp.clock.join(known);
+  for (const Part& one : warp.clock.parts) {  // of all lanes: what lanes have released for it is enough
+    uint32_t& fenced = warp.clock.fenced[one.agent];
+    fenced = std::max(fenced, one.time);
+  }
   meet(warp);
 }
 

@@ -10,7 +10,7 @@ namespace {
 // Whether a warp knows that all blocks of its cluster run: it has met them, or this one has told it something.
 bool has_begun(const FullWarp& warp, const Block& home) {
   if (warp.passed != 0) return true;
-  auto known = [&](const FullWarp& one) { return Clock::at(warp.clock.known, one.agent) != 0; };
+  auto known = [&](const FullWarp& one) { return warp.clock.knows(one.agent, 1, -1); };
   return std::any_of(home.warps.begin(), home.warps.end(), known);
 }
 
@@ -32,7 +32,7 @@ void check_exit(Machine& machine, Block& block) {
   Clock all;
   for (const FullWarp& warp : block.warps) all.join(warp.clock);
   for (auto& [agent, last] : block.visitors) {
-    if (last.access.time <= Clock::at(all.known, agent)) continue;
+    if (all.knows(agent, last.access.time, last.lane)) continue;
     FullWarp warp;
     warp.number = last.warp;
     Context context{&machine, const_cast<Block*>(last.block), &warp, last.access.instruction, 0};

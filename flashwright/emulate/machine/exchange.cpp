@@ -1,8 +1,10 @@
 // Comparisons, predicates, and what the lanes of a warp tell each other.
 //
-// A lane that is asked for its register though it is not in the mask gives what is in there.
+// A lane that is asked for its register though it does not execute the shuffle, or is not in the mask, gives what is in
+// there: the result is undefined (undefined.cpp). Votes, matches and reductions go without lanes that have exited.
 
 #include "numbers.h"
+#include "run.h"
 
 namespace fw {
 namespace {
@@ -206,7 +208,11 @@ template <Shuffle kShuffle> void shfl(Context& context, const int32_t* operand, 
   const int32_t* source = operand + (two ? 2 : 1);
   const uint32_t *a = lanes<uint32_t>(context, source[0]), *b = lanes<uint32_t>(context, source[1]);
   const uint32_t* c = lanes<uint32_t>(context, source[2]);
+  const uint32_t* members = lanes<uint32_t>(context, source[3]);
+  FullWarp& warp = full(context);
   uint32_t out[kLanes], inside = 0;
+  Undefined undefined[kLanes];
+  uint32_t bad = 0;  // the lanes that get something undefined
   for (int lane = 0; lane < kLanes; ++lane) {
     const int step = b[lane] & 31, segment = c[lane] >> 8 & 31;
     const int first = lane & segment, bound = first | (static_cast<int>(c[lane] & 31) & ~segment);
@@ -219,9 +225,22 @@ template <Shuffle kShuffle> void shfl(Context& context, const int32_t* operand, 
     }
     const bool valid = kShuffle == Shuffle::kUp ? from >= bound : from <= bound;
     inside |= static_cast<uint32_t>(valid) << lane;
-    out[lane] = a[valid ? from : lane];
+    if (!valid) from = lane;
+    out[lane] = a[from];
+    if ((mask >> lane & 1) == 0) continue;
+    if ((mask & members[lane]) >> from & 1) {
+      if (!is_undefined(warp, source[0], from, undefined[lane])) continue;
+    } else {
+      undefined[lane] = {0, context.instruction, static_cast<int8_t>(lane), static_cast<int8_t>(from)};
+    }
+    bad |= 1u << lane;
   }
   store(context, operand[0], mask, out, sizeof *out);
+  if (bad != 0 || !warp.undefined.empty()) set_undefined(warp, operand[0], mask, {});
+  for (uint32_t rest = bad; rest != 0; rest &= rest - 1) {
+    undefined[__builtin_ctz(rest)].lanes = rest & -rest;
+    set_undefined(warp, operand[0], rest & -rest, undefined[__builtin_ctz(rest)]);
+  }
   if (two) write_predicate(context, operand[1], mask, inside);
 }
 
@@ -233,8 +252,8 @@ template <Vote kVote> void vote(Context& context, const int32_t* operand, uint32
   const uint32_t* members = lanes<uint32_t>(context, operand[2]);
   uint32_t out[kLanes], result = 0;
   for (int lane = 0; lane < kLanes; ++lane) {
-    const uint32_t yes = votes & members[lane];
-    const bool all = yes == members[lane], any = yes != 0;
+    const uint32_t here = members[lane] & mask, yes = votes & here;
+    const bool all = yes == here, any = yes != 0;
     const bool passed = kVote == Vote::kAll ? all : kVote == Vote::kAny ? any : all || !any;
     out[lane] = yes;
     result |= static_cast<uint32_t>(passed) << lane;
@@ -251,11 +270,12 @@ void match(Context& context, const int32_t* operand, uint32_t mask) {
   const uint32_t* members = lanes<uint32_t>(context, operand[two ? 3 : 2]);
   uint32_t out[kLanes], every = 0;
   for (int lane = 0; lane < kLanes; ++lane) {
+    const uint32_t here = members[lane] & mask;
     uint32_t same = 0;
     for (int i = 0; i < kLanes; ++i) same |= static_cast<uint32_t>(a[i] == a[lane]) << i;
-    same &= members[lane];
-    every |= static_cast<uint32_t>(same == members[lane]) << lane;
-    out[lane] = kEvery && same != members[lane] ? 0 : same;
+    same &= here;
+    every |= static_cast<uint32_t>(same == here) << lane;
+    out[lane] = kEvery && same != here ? 0 : same;
   }
   store(context, operand[0], mask, out, sizeof *out);
   if (two) write_predicate(context, operand[1], mask, every);
@@ -273,7 +293,7 @@ template <class T, auto f> void redux(Context& context, const int32_t* operand, 
   const uint32_t* members = lanes<uint32_t>(context, operand[2]);
   T out[kLanes] = {};
   for_lanes(mask, [&](int lane) {
-    uint32_t rest = members[lane];
+    uint32_t rest = members[lane] & mask;
     if (rest == 0) return;
     T result = a[__builtin_ctz(rest)];
     while ((rest &= rest - 1) != 0) result = f(result, a[__builtin_ctz(rest)]);

@@ -7,6 +7,7 @@
 // the matrix comes again.
 //
 // Products are summed in double and rounded once, as in matrix.cpp; fp64 by fma in the order of k.
+#include <algorithm>
 #include <cmath>
 
 #include "numbers.h"
@@ -143,10 +144,24 @@ struct Moving {
   }
 };
 
+// A matrix begins at a multiple of its fragment's size, as PTX has it: 32 bytes for 16 elements of two bytes. Its rows lie
+// multiples of 16 bytes apart, or of that size.
+bool is_aligned(Context& c, const Moving& moving) {
+  const WarpMatrix& f = moving.fragment;
+  uint64_t size = f.count * f.width(), row = std::min<uint64_t>(size, 16);
+  for (int lane = 0; lane < kLanes; ++lane) {
+    uint64_t address = address_of(c, moving.address, lane), stride = lanes<uint32_t>(c, *moving.stride)[lane];
+    if (address % size == 0 && stride * f.bits() / 8 % row == 0) continue;
+    c.machine->find(c, kMisaligned, lane, address, -1, static_cast<int64_t>(size), static_cast<int64_t>(stride));
+    return false;
+  }
+  return true;
+}
+
 void load_fragment(Context& c, const int32_t* o, uint32_t mask) {
   Moving moving(o);
   const WarpMatrix& f = moving.fragment;
-  if (!whole(c, mask)) return;
+  if (!whole(c, mask) || !is_aligned(c, moving)) return;
   f.each_element(true, [&](int lane, int row, int column, int which, int bit) {
     uint64_t from = moving.offset(c, lane, row, column), value = 0;
     int bytes = f.bits() < 8 ? 1 : f.bits() / 8;
@@ -161,7 +176,7 @@ void load_fragment(Context& c, const int32_t* o, uint32_t mask) {
 void store_fragment(Context& c, const int32_t* o, uint32_t mask) {
   Moving moving(o);
   const WarpMatrix& f = moving.fragment;
-  if (!whole(c, mask)) return;
+  if (!whole(c, mask) || !is_aligned(c, moving)) return;
   f.each_element(false, [&](int lane, int row, int column, int which, int bit) {
     uint64_t to = moving.offset(c, lane, row, column), value = f.raw(c, lane, which, bit);
     int bytes = f.bits() / 8;

@@ -98,6 +98,21 @@ int32_t meeting(const fw_launch& launch, int32_t n) {
   return members ? fw::kWithMembers : fw::kAlone;
 }
 
+// What becomes of undefined values that it reads.
+int32_t passing(const std::string& name) {
+  auto begins = [&](const char* stem) { return name.rfind(stem, 0) == 0; };
+  if (begins("shfl.")) return fw::kItself;
+  if (begins("selp.")) return fw::kSelects;
+  if (name == "st" || (begins("st.") && !begins("st.async"))) return fw::kAddress;
+  for (const char* stem : {"vote.", "match.", "redux.", "mma.", "movmatrix", "product"}) {
+    if (begins(stem)) return fw::kAcross;
+  }
+  for (const char* stem : {"ld", "st", "atom", "red", "cp.", "wmma.", "mbarrier."}) {
+    if (begins(stem)) return fw::kUses;
+  }
+  return fw::kByLane;
+}
+
 // The index of the first instruction that is not known, or -1.
 int32_t decode(const fw_launch& launch, fw::Machine& machine) {
   for (int32_t n = 0; n < launch.instructions; ++n) {
@@ -116,11 +131,12 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
     auto found = fw::known().find(name);
     if (found == fw::known().end() && !name.empty()) return n;
     machine.code.push_back({found == fw::known().end() ? nullptr : found->second, c[0], c[1], c[2], c[3], c[4],
-                            c[5], c[6], c[7], meeting(launch, n)});
+                            c[5], c[6], c[7], meeting(launch, n), passing(name)});
   }
   machine.operands.assign(launch.operands, launch.operands + launch.operand_count);
   machine.touched.assign(launch.touched, launch.touched + launch.touched_count);
   machine.regions.assign(launch.regions, launch.regions + launch.region_count);
+  std::sort(machine.regions.begin(), machine.regions.end(), [](auto& a, auto& b) { return a.base < b.base; });
   machine.parameters.assign(launch.parameters, launch.parameters + launch.parameter_bytes);
   machine.shared_races = launch.races != 0;
   machine.global_races = launch.races == 2;
@@ -142,8 +158,8 @@ void remember(const fw_launch& launch, fw::Machine& machine) {
     bool written = region.use != fw::kRead && region.use != fw::kHeap;
     if (machine.reduces && !machine.orders && !machine.global_races) machine.visits.emplace_back(written ? 2 * (region.size / 4 + 1) : 0);
     bool changes = machine.global_races && written && region.use != fw::kUnset;
-    void* words = changes ? std::calloc(region.size / 4 + 1, sizeof(fw::GlobalWord)) : nullptr;
-    machine.words.emplace_back(static_cast<fw::GlobalWord*>(words));
+    void* granules = changes ? std::calloc(region.size / fw::kGranule + 1, sizeof(fw::GlobalGranule)) : nullptr;
+    machine.granules.emplace_back(static_cast<fw::GlobalGranule*>(granules));
   }
 }
 

@@ -25,34 +25,42 @@ void Machine::find(const Context& context, FindingKind kind, int lane, uint64_t 
   }
 }
 
+int64_t Machine::region_of(uint64_t address, int bytes) {
+  auto holds = [&](const Region& one) { return address >= one.base && address + bytes <= one.base + one.size; };
+  if (recent < regions.size() && holds(regions[recent])) return static_cast<int64_t>(recent);
+  auto behind = std::upper_bound(regions.begin(), regions.end(), address, [](uint64_t a, const Region& r) { return a < r.base; });
+  if (behind == regions.begin() || !holds(*(behind - 1))) return -1;
+  return static_cast<int64_t>(recent = behind - 1 - regions.begin());
+}
+
 uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes, bool write, int align,
                          int scope, const Accessor* who) {
   if ((address & ((align ? align : bytes) - 1)) != 0) {  // powers of two
     find(context, kMisaligned, lane, address);
     return nullptr;
   }
-  for (size_t n = 0; n < regions.size(); ++n) {
-    Region& region = regions[n];
-    if (address < region.base || address + bytes > region.base + region.size) continue;
-    if (region.use == kHeap) return allocated(context, lane, address, bytes, write);
-    uint64_t offset = address - region.base;
-    if (write && (region.use == kRead || region.use == kUnset)) {
-      find(context, kReadOnly, lane, address);
-      return nullptr;
-    }
-    if (region.use >= kOutput) {
-      uint8_t* marks = (region.marks != nullptr ? region.marks : (*filled)[n].data()) + offset;
-      if (write) std::fill_n(marks, bytes, 1);
-      else if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
-    }
-    if (!visits.empty() && region.use != kRead) visit(context, lane, n, offset, bytes, scope >= 0);
-    if (global_races && words[n] != nullptr) {
-      visit_words(context, who ? *who : accessor(full(context), lane), n, offset, bytes, write, scope);
-    }
-    return region.data + offset;
+  int64_t n = region_of(address, bytes);
+  if (n < 0) {
+    find(context, kOutOfBounds, lane, address);
+    return nullptr;
   }
-  find(context, kOutOfBounds, lane, address);
-  return nullptr;
+  Region& region = regions[n];
+  if (region.use == kHeap) return allocated(context, lane, address, bytes, write);
+  uint64_t offset = address - region.base;
+  if (write && (region.use == kRead || region.use == kUnset)) {
+    find(context, kReadOnly, lane, address);
+    return nullptr;
+  }
+  if (region.use >= kOutput) {
+    uint8_t* marks = (region.marks != nullptr ? region.marks : (*filled)[n].data()) + offset;
+    if (write) std::fill_n(marks, bytes, 1);
+    else if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
+  }
+  if (!visits.empty() && region.use != kRead) visit(context, lane, n, offset, bytes, scope >= 0);
+  if (global_races && granules[n] != nullptr) {
+    visit_granules(context, who ? *who : accessor(full(context), lane), n, offset, bytes, write, scope);
+  }
+  return region.data + offset;
 }
 
 namespace {
@@ -78,7 +86,7 @@ bool Machine::shared_async(Context& context, Accessor who, uint64_t address, int
   bool unfenced = false;
   int32_t other = shared_races ? block.touch(who, address, bytes, context.instruction, write, unfenced) : -1;
   if (other >= 0) find(context, unfenced ? kProxy : kRace, who.lane, given, other);
-  if (!mark(block, address, bytes, write)) find(context, kUnwritten, who.lane, given);
+  if (!mark(block, address, bytes, write)) tell_unwritten(context, who.lane, block, address, given, bytes);
   return true;
 }
 
@@ -97,12 +105,11 @@ uint8_t* Machine::shared(Context& context, int lane, uint64_t address, int bytes
 }
 
 void Machine::check_filled(Context& context, int lane, uint64_t address, int bytes) {
-  for (size_t n = 0; n < regions.size(); ++n) {
-    const Region& region = regions[n];
-    if (region.use != kEmpty || address < region.base || address + bytes > region.base + region.size) continue;
-    const uint8_t* marks = (region.marks != nullptr ? region.marks : (*filled)[n].data()) + (address - region.base);
-    if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
-  }
+  int64_t n = region_of(address, bytes);
+  if (n < 0 || regions[n].use != kEmpty) return;
+  const uint8_t* marks = regions[n].marks != nullptr ? regions[n].marks : (*filled)[n].data();
+  marks += address - regions[n].base;
+  if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
 }
 
 void Machine::find_conflict(Context& context, const uint64_t* address, uint32_t mask, int bytes,
@@ -193,11 +200,11 @@ uint8_t* generic(Context& c, int lane, uint64_t address, int bytes, bool write) 
 namespace {
 
 template <Order kOrder>
-void hand_on(Context& c, Space space, uint64_t address, bool write, int scope) {
+void hand_on(Context& c, Space space, uint64_t address, int lane, bool write, int scope) {
   if (kOrder == Order::kPlain || !c.machine->hands_on) return;
   bool shared = space == Space::kShared || space == Space::kCluster;
   uint64_t flag = shared ? kSharedWindow + shared_by_all(c, address) : address;
-  if (write) return write_flag(c, flag, scope, kOrder == Order::kOrdered, false);
+  if (write) return write_flag(c, flag, scope, lane, kOrder == Order::kOrdered, false);
   poll(c, flag);
   read_flag(c, flag, scope, kOrder == Order::kOrdered);
 }
@@ -277,7 +284,7 @@ void access(Context& c, const Moved& a, uint32_t mask, bool write, Move move) {
     if (kSpace == Space::kGeneric) c.machine->window = address_of(c, a.address, lane) - address;
     traffic.address[traffic.count++] = address;
     move(lane, at<kOrder>(c, space, lane, address, a.bytes * a.count, write, scope));
-    hand_on<kOrder>(c, space, address, write, scope);
+    hand_on<kOrder>(c, space, address, lane, write, scope);
   }
   c.machine->window = 0;
   count(c, space, traffic, a.bytes * a.count);
@@ -296,6 +303,24 @@ void load(Context& c, const int32_t* o, uint32_t mask) {
   });
 }
 
+// Undefined values that a lane stores: those in shared memory are told when they are read, those in local memory are not.
+template <Space kSpace>
+void store_undefined(Context& c, const Moved& a, int lane) {
+  uint64_t address = address_of(c, a.address, lane);
+  Space space = resolve(kSpace, address);
+  for (int n = 0; n < a.count; ++n) {
+    Undefined value;
+    if (space == Space::kLocal || !is_undefined(full(c), a.registers[n], lane, value)) continue;
+    if (space == Space::kGlobal) return tell_undefined(c, value);
+    uint64_t own = address + n * a.bytes;
+    Block* home = home_of(c, own);
+    for (int byte = 0; home != nullptr && own + a.bytes <= home->shared.size() && byte < a.bytes; ++byte) {
+      home->written[own + byte] = 0;
+      home->undefined[static_cast<uint32_t>(own + byte)] = value;
+    }
+  }
+}
+
 template <Space kSpace, Order kOrder = Order::kPlain>
 void store(Context& c, const int32_t* o, uint32_t mask) {
   Moved a(o);
@@ -310,6 +335,7 @@ void store(Context& c, const int32_t* o, uint32_t mask) {
     if (kSpace != Space::kLocal) address[lane] = address_of(c, a.address, lane);
   });
   if (kSpace == Space::kLocal) return;  // each lane has its own
+  if (!full(c).undefined.empty()) for_lanes(mask, [&](int lane) { store_undefined<kSpace>(c, a, lane); });
   c.machine->check_conflicts(c, address, mask, a.bytes * a.count, [&](int lane) { return value[lane]; });
 }
 
@@ -417,8 +443,8 @@ void wait_all(Context& c, const int32_t*, uint32_t) {
 void nothing(Context&, const int32_t*, uint32_t) {}
 
 // Operands: the scope.
-void fence_all(Context& c, const int32_t* o, uint32_t) {
-  if (c.machine->hands_on) fence(*c.machine, *c.block->cluster, full(c), o[0]);
+void fence_all(Context& c, const int32_t* o, uint32_t mask) {
+  if (c.machine->hands_on) fence(*c.machine, *c.block->cluster, full(c), o[0], mask);
 }
 
 void meet_lanes(Context& c, const int32_t*, uint32_t) { meet(full(c)); }

@@ -12,6 +12,40 @@ void Clock::learn(int agent, uint32_t time) {
   known[agent] = std::max(known[agent], time);
 }
 
+void Clock::learn(const std::vector<Part>& more) {
+  if (parts.empty() && more.empty()) return;
+  std::vector<Part> all;
+  auto add = [&](const Part& one) {
+    if (one.time <= at(known, one.agent)) return;
+    bool same = !all.empty() && all.back().agent == one.agent && all.back().lanes == one.lanes;
+    if (same) all.back().time = std::max(all.back().time, one.time);
+    else all.push_back(one);
+  };
+  auto mine = parts.begin();
+  for (const Part& one : more) {
+    for (; mine != parts.end() && *mine < one; ++mine) add(*mine);
+    add(one);
+  }
+  std::for_each(mine, parts.end(), add);
+  parts = std::move(all);
+}
+
+bool Clock::knows(int agent, uint32_t time, int lane) const {
+  if (time <= at(known, agent)) return true;
+  return std::any_of(parts.begin(), parts.end(), [&](const Part& one) {
+    return one.agent == agent && time <= one.time && (lane < 0 || lane >= kLanes || (one.lanes >> lane & 1) != 0);
+  });
+}
+
+bool Clock::knows(const Access& access, uint8_t bytes) const {
+  if (access.time <= at(known, access.agent)) return true;
+  for (int byte = 0; !parts.empty() && byte < 4; ++byte) {
+    bool counts = (access.bytes & bytes) >> byte & 1;
+    if (counts && !knows(access.agent, access.time, static_cast<uint8_t>(access.lanes >> 8 * byte))) return false;
+  }
+  return !parts.empty();
+}
+
 void Clock::join(const Clock& other) {
   for (auto times : {&Clock::known, &Clock::fenced}) {
     auto& mine = this->*times;
@@ -19,6 +53,7 @@ void Clock::join(const Clock& other) {
     if (mine.size() < theirs.size()) mine.resize(theirs.size());
     for (size_t n = 0; n < theirs.size(); ++n) mine[n] = std::max(mine[n], theirs[n]);
   }
+  learn(other.parts);
   fw::join(others, other.others);
 }
 
@@ -51,7 +86,7 @@ namespace {
 
 bool collides(const Access& before, const Accessor& who, int32_t instruction, uint8_t bytes) {
   if (before.time == 0 || (before.bytes & bytes) == 0) return false;
-  if (before.agent != who.agent || who.agent != who.warp) return before.time > Clock::at(who.clock->known, before.agent);
+  if (before.agent != who.agent || who.agent != who.warp) return !who.clock->knows(before, bytes);
   // Its own warp: lanes go their own ways until they are told to meet (bar.warp.sync).
   // Of lanes that write at once, one wins: which, does not matter where they write the same.
   if (before.time < who.met || before.instruction == instruction) return false;

@@ -81,6 +81,7 @@ struct Runner {
         if (mask != 0) step(context, code, mask);
         if (mask != 0 && code.meets == kWithMembers) check_members(context, code, mask, now.mask);
         if (code.control == kNormal) {
+          if (mask != 0 && !warp.undefined.empty()) pass_undefined(context, code, operands, mask);
           if (mask != 0) code.run(context, operands, mask);
           ++now.at;
           if (machine.stopped) return;
@@ -339,8 +340,8 @@ struct Runner {
   void pass(FullWarp& warp, const Barrier& barrier, int number) const {
     warp.clock.join(barrier.done);
     for (int n = 0; machine.global_races && n < 3; ++n) warp.fence[n].join(barrier.fenced_done[n]);
-    if (machine.hands_on) fence(machine, *block.cluster, warp, number == kClusterBarrier ? kInCluster : kInBlock);
     meet(warp);
+    if (machine.hands_on) fence(machine, *block.cluster, warp, number == kClusterBarrier ? kInCluster : kInBlock, 0);
   }
 
   bool wait_cluster(Context& c) {

@@ -40,8 +40,9 @@ enum FindingKind : int32_t {
   kRegister, kFence, kBarrier, kTrap,
 };
 
-// In the first detail of a finding: of an access to another block's shared memory, and of a wait that never ends.
-enum Detail : int64_t { kNotBegun = -1, kExited = -2, kNobodyWrites = -2, kOtherBlock = -3, kNarrowScope = -4 };
+// In the first detail of a finding: of an access to another block's shared memory, of a wait that never ends, of a value
+// that a shuffle has read from a lane that does not execute it.
+enum Detail : int64_t { kNotBegun = -1, kExited = -2, kNobodyWrites = -2, kOtherBlock = -3, kNarrowScope = -4, kUndefined = -5 };
 
 struct Finding {
   int32_t kind, instruction, block, warp, lane, other;
@@ -91,12 +92,24 @@ struct Heap {
 // warps meet. An access that its agent does not know of may as well happen at the same time as its own.
 
 // What is known of other clusters, where that is asked: by their numbers. It is not changed, and many share it.
-using Others = std::map<int32_t, std::shared_ptr<const std::vector<uint32_t>>>;
+struct KnownCluster;
+using Others = std::map<int32_t, std::shared_ptr<const KnownCluster>>;
 using KnownOthers = std::shared_ptr<const Others>;
 void join(KnownOthers& mine, const KnownOthers& theirs);
 
+// What some lanes of a warp have done up to a time, since the lanes last met: they released it, the others did not.
+struct Part {
+  int32_t agent;
+  uint32_t lanes, time;
+
+  bool operator<(const Part& other) const { return agent != other.agent ? agent < other.agent : lanes < other.lanes; }
+};
+
+struct Access;
+
 struct Clock {
   std::vector<uint32_t> known;   // by agent
+  std::vector<Part> parts;       // more than that, of some warps; in order
   std::vector<uint32_t> fenced;  // the same for the eyes of TMA and wgmma: known at a proxy fence
   KnownOthers others;
 
@@ -104,7 +117,16 @@ struct Clock {
     return agent < static_cast<int>(times.size()) ? times[agent] : 0;
   }
   void learn(int agent, uint32_t time);
+  void learn(const std::vector<Part>& more);
   void join(const Clock& other);
+  // Whether an access has happened: that to some bytes, or that of a lane (-1: of any).
+  bool knows(const Access& access, uint8_t bytes) const;
+  bool knows(int agent, uint32_t time, int lane) const;
+};
+
+struct KnownCluster {
+  std::vector<uint32_t> times;
+  std::vector<Part> parts;
 };
 
 // An access to a word of shared memory.
@@ -115,6 +137,7 @@ struct Access {
   int16_t agent = -1;
   uint8_t bytes = 0;   // a bit for each; kVolatileBit for what is in `atomics`, kStrongBit for what is in `reads`
 };
+static_assert(sizeof(Access) == 16, "there are many of them");
 constexpr uint8_t kVolatileBit = 0x10, kStrongBit = 0x20, kSeveral = 0xfe;
 
 // The same byte four times; and the bytes of a word that a mask of four bits names.
@@ -212,6 +235,13 @@ struct Wrote {
   uint32_t fences = 0;
 };
 
+// A value that a shuffle has read from a lane that does not execute it (undefined.cpp).
+struct Undefined {
+  uint32_t lanes = 0;  // of a register
+  int32_t shuffle = -1;
+  int8_t reader = 0, source = 0;
+};
+
 struct FullWarp : Warp {
   int agent = 0;  // its number within the cluster
   std::vector<uint8_t> file;
@@ -244,6 +274,7 @@ struct FullWarp : Warp {
   std::vector<Wrote> wrote;         // by slot / 8: who wrote a register, and after how many fences
   std::vector<int32_t> busy;        // by slot / 8: 1 + the wgmma that uses it
   std::vector<char> only_read;      // by slot / 8: as its left operand
+  std::vector<Undefined> undefined;  // by slot / 8; empty until there are any
   int64_t steps = 0;
 };
 
@@ -312,9 +343,11 @@ struct Block {
   Cluster* cluster = nullptr;
   std::vector<uint8_t> shared;
   std::vector<uint8_t> written;  // which bytes of it anybody has written
+  std::unordered_map<uint32_t, Undefined> undefined;  // of bytes that count as not written: what was stored there
   std::vector<FullWarp> warps;
   std::array<Barrier, kClusterBarrier> barriers;
   std::map<uint32_t, Mbarrier> mbarriers;
+  std::map<uint32_t, std::pair<int, uint32_t>> agents;  // of mbarriers by address, and what the last one there issued
   std::vector<Load> loads;
   size_t words = 0;
   Accesses writes;  // of each word of shared memory the last one
@@ -384,11 +417,12 @@ inline bool Block::reads_freely(const FullWarp& warp, int lane, uint64_t address
 }
 inline void Block::event() { ++cluster->events; }
 inline bool Block::is_own(int agent) const { return agent / static_cast<int>(warps.size()) == rank; }
-void fence(const Machine& machine, const Cluster& cluster, FullWarp& warp, int scope);
+// A fence of some lanes; of none where all of them have just met.
+void fence(const Machine& machine, const Cluster& cluster, FullWarp& warp, int scope, uint32_t lanes);
 // An atomic load: what those who wrote there have released, the warp knows, at once or from its next fence on.
 void read_flag(Context& context, uint64_t address, int scope, bool acquires);
-// An atomic store, or a change: it releases what the warp knows, or what it knew at its last fence.
-void write_flag(Context& context, uint64_t address, int scope, bool releases, bool changes);
+// An atomic store, or a change, by a lane: it releases what the lane knows, or what it knew at its last fence.
+void write_flag(Context& context, uint64_t address, int scope, int lane, bool releases, bool changes);
 
 // Accesses to a word of global memory: by which block (-1: none, -2: several), its last one and the last one of another
 // warp.
@@ -397,22 +431,35 @@ struct Visit {
   Access last, other_warp;
 };
 
-// The same by any block, where races in global memory are looked for.
+// The same by any block, where races in global memory are looked for: to some of 16 bytes, or to a word.
 struct GlobalAccess {
   uint32_t time;  // 0 is never
   int32_t instruction;
   int32_t cluster;
-  int16_t agent;
-  int8_t lane;
-  uint8_t bytes : 4;
-  int8_t scope : 4;  // of an atomic access, else -1
+  int32_t agent;
+  uint32_t lanes;  // of each word the lane; kSeveral where there are several
+  uint16_t bytes;
+  int16_t scope;  // of an atomic access, else -1
 };
-static_assert(sizeof(GlobalAccess) == 16, "there are many of them");
+
+// The bytes of `lanes` for the words that a mask of 16 bytes names.
+inline uint32_t named_words(uint32_t bytes) {
+  uint32_t any = (bytes | bytes >> 1 | bytes >> 2 | bytes >> 3) & 0x1111;
+  return ((any & 0x1) | (any & 0x10) << 4 | (any & 0x100) << 8 | (any & 0x1000) << 12) * 0xff;
+}
 
 // The last plain and the last atomic change of a word, and its last reads by two blocks.
 struct GlobalWord {
   GlobalAccess write, strong, read, other_read;
 };
+
+// The same of 16 bytes that are accessed together; else their words are split.
+struct GlobalGranule {
+  volatile uint8_t touched;  // written before anything is read: else the system makes each page twice
+  uint32_t split;            // 1 + the number of their words in Machine::split, or 0
+  GlobalAccess write, read, other_read;
+};
+constexpr uint64_t kGranule = 16;
 
 // --- the machine ----------------------------------------------------------------------------------
 
@@ -424,10 +471,15 @@ struct Code {
   int32_t control;       // 0, or which kind of jump or wait it is
   int32_t touched, wrote, read;  // registers: where they are listed, how many are written, how many read
   int32_t meets;                 // which lanes execute it together: of Meeting
+  int32_t passes;                // where undefined values go: of Passing
 };
 
 // With all lanes of the warp, or with those that the last operand names.
 enum Meeting : int32_t { kAlone, kWithWarp, kWithMembers };
+
+// What becomes of undefined values that an instruction reads: each lane's result is undefined; that of all lanes; that of
+// the lanes that select it; they are used, or are if they are its address; a shuffle and a store look for themselves.
+enum Passing : int32_t { kByLane, kAcross, kSelects, kUses, kAddress, kItself };
 
 enum Control : int32_t {
   kNormal, kBranch, kExit, kBarrierSync, kBarrierArrive, kMbarrierWait, kClusterArrive, kClusterWait, kProductWait,
@@ -439,7 +491,8 @@ struct Machine {
   std::vector<int32_t> operands;
   std::vector<int32_t> touched;
   std::vector<WgmmaShape> shapes;  // by instruction; empty where there is no wgmma
-  std::vector<Region> regions;
+  std::vector<Region> regions;  // by their addresses
+  size_t recent = 0;            // the one that was accessed last
   std::shared_ptr<std::vector<std::vector<uint8_t>>> filled;  // of each output: which bytes were written
   // Of each tensor that is written, two for each word: plain accesses and reductions. Empty where none are made (red), or
   // where atom may order blocks.
@@ -452,7 +505,8 @@ struct Machine {
   std::vector<Counts> counts;
   Heap heap;
   std::string printed;
-  std::vector<std::unique_ptr<GlobalWord, Free>> words;  // of each tensor, if they are looked for
+  std::vector<std::unique_ptr<GlobalGranule, Free>> granules;  // of each tensor, if they are looked for
+  std::deque<std::array<GlobalWord, 4>> split;
   bool global_races = false;
   Flags flags;  // in global memory
   bool shared_races = true;
@@ -466,18 +520,23 @@ struct Machine {
 
   void find(const Context& context, FindingKind kind, int lane, uint64_t address, int other = -1,
             int64_t first = 0, int64_t second = 0);
+  // The number of the region that has some bytes, or -1.
+  int64_t region_of(uint64_t address, int bytes);
   // The bytes at an address, or null, which has then been told.
   // `scope`: that of an atomic access, or -1. `who`: if it is not the lane itself.
   uint8_t* global(Context& context, int lane, uint64_t address, int bytes, bool write, int align = 0,
                   int scope = -1, const Accessor* who = nullptr);
   uint8_t* allocated(Context& context, int lane, uint64_t address, int bytes, bool write);
+  // Tells a read of shared memory that was not written, or where something undefined was stored: `own` is the address in
+  // its block.
+  void tell_unwritten(Context& context, int lane, const Block& home, uint64_t own, uint64_t address, int bytes);
   // Tells a change of what is empty.
   void check_filled(Context& context, int lane, uint64_t address, int bytes);
   // Finds reductions and plain accesses to the same words that nothing orders.
   void visit(Context& context, int lane, size_t region, uint64_t offset, int bytes, bool reduces);
   // Finds accesses to the same words, of which one is no atomic one of a sufficient scope, that nothing orders.
-  void visit_words(Context& context, const Accessor& who, size_t region, uint64_t offset, int bytes, bool write,
-                   int scope);
+  void visit_granules(Context& context, const Accessor& who, size_t region, uint64_t offset, int bytes, bool write,
+                      int scope);
   uint8_t* shared(Context& context, int lane, uint64_t address, int bytes, bool write, Strength strength = kWeak);
   // The same for asynchronous work of a group or an mbarrier.
   bool shared_async(Context& context, Accessor who, uint64_t address, int bytes, bool write);
@@ -516,6 +575,12 @@ inline uint64_t address_of(Context& c, const int32_t* o, int lane) {
   if (o[1] == 8) return lanes<uint64_t>(c, o[0])[lane] + static_cast<int64_t>(o[2]);
   return static_cast<uint32_t>(lanes<uint32_t>(c, o[0])[lane] + o[2]);  // of 32 bits, where a register is below 0
 }
+
+// Hands undefined values on, from what an instruction reads to what it writes; tells those that are used.
+void pass_undefined(Context& context, const Code& code, const int32_t* operand, uint32_t mask);
+void set_undefined(FullWarp& warp, int32_t slot, uint32_t mask, const Undefined& value);
+bool is_undefined(const FullWarp& warp, int32_t slot, int lane, Undefined& value);
+void tell_undefined(Context& context, const Undefined& value);
 
 // Where generic addresses mean something else than global memory.
 constexpr uint64_t kSharedWindow = uint64_t{0x7f} << 40, kLocalWindow = uint64_t{0x7e} << 40,
