@@ -6,7 +6,10 @@ A tool checks its paths, runs the command in a process, and returns what the com
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
@@ -270,7 +273,8 @@ class Tools:
     def write_file(self, file: str, text: str) -> Text:
         """Write a text file of the workspace: a program (.tl), its spec (.toml) or its reference in
         Python (.py)."""
-        return _reported(lambda: self.workspace.write(file, text))
+        told = _reported(lambda: self.workspace.write(file, text))
+        return told.model_copy(update={"total_lines": len(_lines(text))}) if told.ok else told
 
     def read_file(
         self,
@@ -310,7 +314,7 @@ class Tools:
 
         async with self._jobs:
             ended = await run_command(words, self.workspace.root, self.seconds, progress)
-        return self._answer(command, ended)
+        return self._answer(command, _in_words_of_tool(ended, options))
 
     def _answer(self, command: str, ended: Ended) -> Answer:
         output, result = ended.output, _object(ended.output)
@@ -318,6 +322,8 @@ class Tools:
         if result is not None:
             findings += result.pop("diagnostics", [])
             result = {name: value for name, value in result.items() if name not in BULKY}
+            if "cases" in result:
+                result["cases"] = _summary(result["cases"])
             output = ""
         code = ended.code
         if code is None:
@@ -382,6 +388,38 @@ def _flags(options: Mapping[str, object]) -> list[str]:
     ]
 
 
+def _in_words_of_tool(ended: Ended, options: Mapping[str, object]) -> Ended:
+    """With the tool's arguments in the place of the command's options, in all that is said."""
+
+    def argument(found: re.Match[str]) -> str:
+        name = found[2].replace("-", "_")
+        if name not in options:
+            return found[0]
+        return f"`{name}" if found[1] else f"`{name}`"
+
+    def said(text: str) -> str:
+        return re.sub(r"(`?)--([a-z]+(?:-[a-z]+)*)", argument, text)
+
+    diagnostics = json.loads(said(json.dumps(ended.diagnostics)))
+    output, errors = said(ended.output), said(ended.errors)
+    return replace(ended, output=output, errors=errors, diagnostics=diagnostics)
+
+
+def _summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many outputs of problems were compared, the wrong ones, and of each output the worst."""
+
+    def error(case: Mapping[str, Any]) -> float:
+        size = float(case["relative_rms"])
+        return math.inf if math.isnan(size) else size
+
+    names = dict.fromkeys(case["output"] for case in cases)
+    return {
+        "compared": len(cases),
+        "wrong": [dict(case) for case in cases if not case["ok"]],
+        "worst": [max((c for c in cases if c["output"] == name), key=error) for name in names],
+    }
+
+
 def _object(text: str) -> dict[str, Any] | None:
     """The JSON object that a command printed; None for other output."""
     try:
@@ -410,9 +448,13 @@ def _reported(work: Callable[[], str], first: int = 1, most: int = LONGEST) -> T
 
 
 def _whole(text: str, first: int = 1, most: int = LONGEST) -> Text:
-    lines = text.split("\n")
+    lines = _lines(text)
     part = "\n".join(lines[first - 1 : first - 1 + most])
     return Text(ok=True, text=_short(part), total_lines=len(lines))
+
+
+def _lines(text: str) -> list[str]:
+    return text.removesuffix("\n").split("\n")
 
 
 def _short(text: str) -> str:

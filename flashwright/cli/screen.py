@@ -84,9 +84,10 @@ class GenerateScreen:
     def progress(self, done: int, total: int, text: str) -> None:
         """Update the bar of the present stage, or send a message to a program."""
         if messages_as_json():
-            send(progress=f"{self.number} {self.title}: {text} ({done} of {total})")
+            count = f" ({done} of {total})" if total else ""
+            send(progress=f"{self.number} {self.title}: {text}{count}")
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=done, total=total, what=text)
+            self.bar.update(self.bar.task_ids[0], completed=done, total=total or None, what=text)
 
     def close(self) -> None:
         """Remove the bar."""

@@ -95,7 +95,7 @@ def _authors(name: str, source: str, folder: Path, request: Request) -> Authors:
     who, transcript = f"submitted by {name}", Transcript(folder / FOLDER)
     # One more than there will be: a wrong program ends the run in the words of Submission.
     budget = Budget(attempts=len(transcript.attempts()) + 2)
-    author = StageAuthor(Submission(who, source), who, budget)
+    author = StageAuthor(Submission(who, source), who, budget, is_answered=True)
     function = (request.reference or b"").decode("utf-8", "replace")
     return Authors(transcript, {"code": author}, reference=function)
 
@@ -113,7 +113,7 @@ def _record(run: Run, folder: Path) -> dict[str, Any]:
     """What the run has shown; result.json in the folder has all of it."""
     from flashwright.generate.pipeline import claimed, not_claimed
 
-    reached = run.unreached is None
+    reached, judged = run.unreached is None, run.gpu_verdict or run.emulated
     return {
         "ok": run.ok and reached,
         "folder": str(folder),
@@ -122,4 +122,5 @@ def _record(run: Run, folder: Path) -> dict[str, Any]:
         "stages": {timing.stage: timing.status for timing in run.timings},
         "claimed": claimed(run),
         "not_claimed": not_claimed(run),
+        "notes": list(judged.notes) if judged else [],
     }

@@ -255,7 +255,9 @@ def claimed(run: Run) -> list[str]:
         allowed = f"{run.allow_spills} bytes are allowed"
         proves["build"] = f"it compiles for this GPU and spills {spilled} bytes ({allowed})"
     if "code" in run.asked:
-        proves["parameters"] = "every size is there, as a model chose it"
+        proves["parameters"] = "every size is there, as its author chose it"
+    if run.spec.reference:
+        proves = {n: text.replace("fp64 attention", "its reference") for n, text in proves.items()}
     return [text for name, text in proves.items() if name in passed]
 
 
@@ -264,8 +266,13 @@ def not_claimed(run: Run) -> list[str]:
     passed = _passed(run) - ({"verdict"} if run.gpu_verdict is None else set())
     asked = [IMPROVE] if any(t.stage == IMPROVE.name for t in run.timings) else []
     later = {} if IMPROVE.name in run.asked else LATER  # it measures first
-    every = {**{stage.name: stage.lacks for stage in (*STAGES, *asked)}, **later}
+    stages = STAGES if _began_with(STAGES[0], run) else WITHOUT_SKETCH
+    every = {**{stage.name: stage.lacks for stage in (*stages, *asked)}, **later}
     return [text for name, text in every.items() if name not in passed]
+
+
+def _began_with(stage: Stage, run: Run) -> bool:
+    return not run.timings or run.timings[0].stage == stage.name
 
 
 def _passed(run: Run) -> set[str]:

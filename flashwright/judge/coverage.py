@@ -34,6 +34,8 @@ LONG = 1025
 does not show."""
 OVERHEAD = 20_000
 """The fixed cost of a problem, in positions."""
+MANY = (2, 2)
+"""Batches and KV heads of the problem with many blocks: see `many_blocks`."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,12 @@ class Coverage:
 
     goals: tuple[Goal, ...]
     pairs: tuple[Pair, ...]
-    """Ordered by goals reached per cost."""
+    """`many`, and those behind it ordered by goals reached per cost."""
     beyond: frozenset[str]
     """Goals that no affordable problem reaches."""
     why: str
+    many: Pair | None = None
+    """The lengths of the problem with several batches and heads, if the trial has one."""
 
     def unreached(self, done: Iterable[Mapping[str, int]], out_of_time: str = "") -> list[str]:
         """The names of the goals that no problem in `done` reached, each with the reason."""
@@ -85,12 +89,17 @@ def cover(
     budget: Budget,
     given: Iterable[Pair] = (),
     at_bounds: bool = True,
+    with_many: bool = False,
 ) -> Coverage:
-    """The goals of a trial and the lengths to add to the `given` ones.
+    """The goals of a trial and the lengths to add to the `given` ones; `with_many` those of
+    `many_blocks` first.
 
     A callable does not show its tiles. Without `kernels`, small tiles are assumed.
     """
     served = tuple(kernels) or (Served(Tiling(diagonal=spec.causal, assumed=True)),)
+    many = many_blocks(served[0].tiling, spec) if with_many else None
+    first = [many] if many else []
+    given = [*given, *first]
     several = len(served) > 1
     goals: list[Goal] = list(_common_goals(spec))
     queries, keys = {1, FEW}, {1}
@@ -117,7 +126,18 @@ def cover(
     beyond = {g.name for g in goals}.difference(*(table[p] for p in affordable))
     already = {g.name for g in goals if any(g.reached(*pair) for pair in given)}
     pairs = _greedy({p: table[p] for p in affordable}, costs, budget.total, already)
-    return Coverage(tuple(goals), tuple(pairs), frozenset(beyond), budget.why)
+    return Coverage(tuple(goals), (*first, *pairs), frozenset(beyond), budget.why, many)
+
+
+def many_blocks(tiling: Tiling, spec: AttentionSpec) -> Pair:
+    """The shortest lengths with two blocks of queries, and two of keys that all of them may see.
+
+    The problem with these lengths has several batches and heads. In a problem with one of each, or
+    with one block, a wrong stride or coordinate of one axis reads what the right one reads.
+    """
+    queries = min(tiling.rows + 1, spec.decode or tiling.rows + 1)
+    keys = max(tiling.keys, queries - 1) + 1
+    return queries, min(keys, BOUNDED) if spec.dims else keys
 
 
 def _is_affordable(pair: Pair, cost: int, budget: Budget) -> bool:

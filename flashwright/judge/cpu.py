@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from flashwright.judge import inputs as trial
 from flashwright.judge import oracle, sequences
 from flashwright.judge.answer import Answer, backward_inputs, compare, expected_gradients
-from flashwright.judge.coverage import BOUNDED, LENGTHS, Budget, Coverage, cover, tokens_of
+from flashwright.judge.coverage import (
+    BOUNDED,
+    LENGTHS,
+    MANY,
+    Budget,
+    Coverage,
+    cover,
+    tokens_of,
+)
 from flashwright.judge.localise import blame_kernel, localise
 from flashwright.judge.reference_process import ReferenceProcess
 from flashwright.judge.sequences import sized
@@ -124,7 +132,7 @@ def judge(
     whole = has_groups(kernels)
     listed = cases or ()
     if chosen is not None:
-        listed = default_cases(spec, _lengths(chosen, spec), whole)
+        listed = cases_of(chosen, spec, whole)
     problems = [(dict(c), kind) for c in listed]
     spread = None
     if reference is not None and len(kernels.programs) == 1 and not spec.backward:
@@ -148,17 +156,20 @@ def coverage(program: Program | Kernels, spec: AttentionSpec) -> Coverage:
     """The lengths of a program's CPU run, chosen from its tile sizes and constants."""
     budget = replace(BUDGET, longest=BOUNDED) if spec.dims else BUDGET
     tiling = joined([tiling_of(one) for one in _kernels(program).programs])
-    return cover((Served(tiling),), spec, budget)
+    return cover((Served(tiling),), spec, budget, with_many=True)
 
 
 def _kernels(program: Program | Kernels) -> Kernels:
     return program if isinstance(program, Kernels) else Kernels((program,))
 
 
-def _lengths(chosen: Coverage, spec: AttentionSpec) -> list[tuple[int, int]]:
-    """The lengths to run, shortest first: a short failure is easier to read."""
-    pairs = sorted(chosen.pairs, key=lambda pair: (pair[0] * pair[1], pair))
-    return [(q_len, tokens_of(spec, kv_len)) for q_len, kv_len in pairs]
+def cases_of(chosen: Coverage, spec: AttentionSpec, whole: bool = False) -> list[dict[str, int]]:
+    """The problems of a CPU run, shortest first: a short failure is easier to read."""
+    found = []
+    for pair in sorted(chosen.pairs, key=lambda pair: (pair[0] * pair[1], pair)):
+        lengths = [(pair[0], tokens_of(spec, pair[1]))]
+        found += default_cases(spec, lengths, whole, many=pair == chosen.many)
+    return found
 
 
 def _check_dtypes(kernels: Kernels, spec: AttentionSpec) -> None:
@@ -184,19 +195,20 @@ def default_cases(
     spec: AttentionSpec,
     lengths: Sequence[tuple[int, int]] = LENGTHS,
     whole_groups: bool = False,
+    many: bool = False,
 ) -> list[dict[str, int]]:
     """Small problems with the spec's kind of head sharing, with two query heads for a kv head, or
     all (`whole_groups`).
 
-    The short ones have two batches and two kv heads, so that a wrong batch or head shows. The
-    longer ones have one of each.
+    The short ones, and any with `many`, have two batches and two kv heads, so that a wrong batch or
+    head shows. The longer ones have one of each.
     """
     cases = []
     for q_len, kv_len in lengths:
-        short = max(q_len, 16) * kv_len <= 10_000  # a row costs as much as a few
-        kv_heads = min(spec.kv_heads, 2) if short else 1
+        short = many or max(q_len, 16) * kv_len <= 10_000  # a row costs as much as a few
+        kv_heads = min(spec.kv_heads, MANY[1]) if short else 1
         group = spec.group if whole_groups or spec.branch == "selected" else min(spec.group, 2)
-        dims = {"batch": 2 if q_len * kv_len <= 300 else 1}
+        dims = {"batch": MANY[0] if many or q_len * kv_len <= 300 else 1}
         dims |= {"heads": kv_heads * group, "kv_heads": kv_heads, "q_len": q_len}
         if spec.branch == "compressed":
             tokens = max(kv_len, spec.block)

@@ -57,6 +57,7 @@ from flashwright.spec import AttentionSpec
 SECONDS = 600.0  # for a whole trial; most take some 10 s
 MANY_KEYS = 1000
 LONGEST_BOUND = 1 << 16  # keys of the longest class of lengths that is emulated
+SHOWN = 3  # problems that a note names
 ROUNDS = 40  # launches of a small problem at the end
 MOST_BYTES = 2 << 30  # of an output
 _KINDS = {code: kind for kind, code in CODES.items()}
@@ -356,6 +357,11 @@ def poisoned(shape: Sequence[int], dtype: str) -> Array:
     return empty
 
 
+def _in_short(names: Sequence[str]) -> str:
+    more = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return "; ".join(names[:SHOWN]) + more
+
+
 def _same(one: Called, other: Called) -> bool:
     return all(
         np.array_equal(bits(output.array), bits(other.outputs[name].array))
@@ -403,7 +409,9 @@ class _EmulatedRun(JudgeRun):
         rested = listed[: max(self.most, 1 + len(bounds))]  # problems at bounds follow the first
         if len(rested) < len(listed):
             self.share = len(rested), len(listed)
-            self.notes.append(f"it rests on {len(rested)} of {len(listed)} problems")
+            rest = _in_short([str(problem) for problem in listed[len(rested) :]])
+            text = f"it rests on {len(rested)} of {len(listed)} problems; the others are"
+            self.notes.append(f"{text} {rest}")
         return rested
 
     def _wants_fresh_inputs(self, number: int, problem: Problem) -> bool:

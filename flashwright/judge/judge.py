@@ -209,6 +209,10 @@ class JudgeRun:
         self.unasked["exactness"] = expected.unable or ""
         if self.spec.backward:
             self.unasked["weights"] = "no gradient shows a single weight"
+        if self.spec.reference:
+            own = "the spec's own reference gives the outputs, and does not say"
+            self.unasked["weights"] = f"{own} which weights there are"
+            self.unasked["mask"] = f"{own} which keys are masked"
         before = _digests(self.candidate)
         self._read_candidate()
         try:

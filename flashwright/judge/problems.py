@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flashwright.judge.coverage import BOUNDED, Budget, Coverage, Pair, cover, tokens_of
+from flashwright.judge.coverage import BOUNDED, MANY, Budget, Coverage, Pair, cover, tokens_of
 from flashwright.judge.coverage import LENGTHS as SHORT
 from flashwright.judge.inputs import KINDS
 from flashwright.judge.sequences import sized
@@ -30,7 +30,7 @@ COUNTS = ((2, 2), (1, 3), (3, 1), (2, 4))
 LARGE = 2_000_000  # pairs of positions from which a problem is large
 DRAWN = 6
 LONGEST = {"cuda": 3000, "cpu": 300, "emulated": 200}
-MANY = {"cuda": 64, "cpu": 16}  # kv heads of the problem with many
+MANY_HEADS = {"cuda": 64, "cpu": 16}  # kv heads of the problem with many
 MANY_BLOCKS = 1025  # batches times heads
 OWN_HEADS = {
     "cuda": (200, 200),
@@ -127,7 +127,7 @@ def coverage(
     bounds = [k.up_to for k in kernels if k.up_to is not None]
     for dims, _, _ in _at_bounds(spec, device, bounds):
         given.append((dims["q_len"], dims["kv_len"]))
-    return cover(kernels, spec, budget, given)
+    return cover(kernels, spec, budget, given, with_many=device == "emulated")
 
 
 def _fixed_lengths(spec: AttentionSpec, device: str) -> Sequence[Pair]:
@@ -169,9 +169,11 @@ Made = Iterator[tuple[dict[str, int], str, bool]]
 
 
 def _emulated(spec: AttentionSpec, seed: int, chosen: Coverage) -> Made:
+    many, *others = _in_tokens(spec, chosen.pairs)
+    yield sizes(spec, *many, *MANY, FEW_SHARED), "normal", False
     if not spec.reference:
-        yield sizes(spec, *EMULATED_USUAL, 1, 2), "normal", True
-    for number, (q_len, kv_len) in enumerate(_in_tokens(spec, chosen.pairs)):
+        yield sizes(spec, *EMULATED_USUAL, 1, 1, FEW_SHARED), "normal", True
+    for number, (q_len, kv_len) in enumerate(others):
         batch, kv_heads = COUNTS[number % len(COUNTS)] if q_len * kv_len < 300 else (1, 1)
         yield sizes(spec, q_len, kv_len, batch, kv_heads, FEW_SHARED), "normal", False
     if spec.reference:
@@ -207,7 +209,7 @@ def _full_set(spec: AttentionSpec, seed: int, device: str, chosen: Coverage) -> 
     rng = np.random.default_rng(seed)
     for _ in range(DRAWN):
         yield _random_problem(spec, rng, device)
-    yield sizes(spec, 37, 65, 2, MANY[device]), "normal", False
+    yield sizes(spec, 37, 65, 2, MANY_HEADS[device]), "normal", False
     yield sizes(spec, 33, 70, 5, 1), "normal", False
     if device == "cuda":
         heads = sizes(spec, 1, 1, 1, 2)["heads"]

@@ -1,7 +1,7 @@
 """Tool calls of an agent: made on the real server, and repeated from a transcript.
 
 A transcript is a file of JSON lines, a call in each: `tool`, `arguments` and the `answer` that the
-agent got.
+agent got. The first line may have `files` instead, those of the workspace by name.
 """
 
 from __future__ import annotations
@@ -20,20 +20,28 @@ from flashwright.agents.workspace import Workspace
 Call = Callable[..., Awaitable[dict[str, Any]]]
 
 
-def session(folder: Path, work: Callable[[Call], Awaitable[None]], minutes: float = 10) -> None:
-    """Do some work with a function that makes tool calls; the server's workspace is the folder."""
+def session(
+    folder: Path, work: Callable[[Call], Awaitable[None]], minutes: float = 10
+) -> list[str | None]:
+    """Do some work with a function that makes tool calls; the server's workspace is the folder.
+    Returns the messages of progress."""
+    told: list[str | None] = []
+
+    async def progress(done: float, total: float | None, text: str | None) -> None:
+        told.append(text)
 
     async def main() -> None:
         async with Client(server(Workspace(folder), minutes)) as client:
 
             async def call(tool: str, /, **arguments: Any) -> dict[str, Any]:
-                told = await client.call_tool(tool, arguments)
-                assert told.structured_content is not None, told.content
-                return told.structured_content
+                answer = await client.call_tool(tool, arguments, progress_callback=progress)
+                assert answer.structured_content is not None, answer.content
+                return answer.structured_content
 
             await work(call)
 
     anyio.run(main)
+    return told
 
 
 def codes(answer: dict[str, Any]) -> list[str]:
@@ -41,10 +49,23 @@ def codes(answer: dict[str, Any]) -> list[str]:
     return [d["code"] for d in answer.get("diagnostics", ()) if d["severity"] == "error"]
 
 
-def repeat(transcript: Path, folder: Path) -> list[dict[str, Any]]:
+PARTS_OF_SUBMIT = ("run", "translate", "emulate")
+"""Tools whose work `submit` does too."""
+
+
+def repeat(transcript: Path, folder: Path, whole: bool) -> list[dict[str, Any]]:
     """Make the calls of a transcript again, in an empty folder. Each must come out as it did: right
-    or wrong, and with the same errors. Returns the calls with their new answers."""
-    calls = [json.loads(line) for line in transcript.read_text("utf-8").splitlines()]
+    or wrong, and with the same errors. If not the `whole`, what came out right and is done again by
+    `submit` is left out. Returns the calls with their new answers."""
+    lines = [json.loads(line) for line in transcript.read_text("utf-8").splitlines()]
+    for name, text in lines[0].get("files", {}).items():
+        (folder / name).write_text(text, "utf-8")
+    calls = [
+        one
+        for one in lines
+        if "tool" in one
+        and (whole or one["tool"] not in PARTS_OF_SUBMIT or not one["answer"]["ok"])
+    ]
 
     async def work(call: Call) -> None:
         for number, one in enumerate(calls, 1):

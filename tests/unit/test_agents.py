@@ -41,7 +41,8 @@ def test_an_agent_gets_findings_with_line_and_fix_and_the_fix_mends_the_file(
     (tmp_path / "json.py").write_text("raise SystemExit('a module of the workspace ran')")
 
     async def work(call: Call) -> None:
-        assert (await call("write_file", file="ops/a.tl", text=NO_RESHAPE))["ok"]
+        written = await call("write_file", file="ops/a.tl", text=NO_RESHAPE)
+        assert (written["text"], written["total_lines"]) == ("ops/a.tl", NO_RESHAPE.count("\n"))
         wrong = await call("check", file="ops/a.tl")
         assert (wrong["ok"], wrong["exit_code"], codes(wrong)) == (False, 1, ["FW501"])
         (found,) = wrong["diagnostics"]
@@ -92,6 +93,32 @@ def test_values_of_options_are_no_options(tmp_path: Path) -> None:
         await call("write_file", file="a.tl", text=GOOD)
         answer = await call("check", file="a.tl", gpu="--fix")
         assert codes(answer) == ["FW705"]
+
+    session(tmp_path, work)
+
+
+def test_answers_name_the_arguments_of_the_tool(tmp_path: Path) -> None:
+    async def work(call: Call) -> None:
+        await call("write_file", file="a.tl", text=GOOD)
+        answer = await call("submit", file="a.tl", gpu="a100", author="x")
+        (found,) = answer["diagnostics"]
+        assert found["help"].endswith("or give `spec`")
+
+    session(tmp_path, work)
+
+
+def test_cases_are_summed_up(tmp_path: Path) -> None:
+    async def work(call: Call) -> None:
+        await call("write_file", file="a.tl", text=GOOD)
+        given = {"file": "a.tl", "spec": "causal, head_dim=64, heads=2", "q_len": 70}
+        cases = (await call("run", **given))["result"]["cases"]
+        assert (cases["compared"], cases["wrong"]) == (1, [])
+        (worst,) = cases["worst"]
+        assert (worst["output"], worst["dims"]["q_len"]) == ("O", 70)
+        await call("write_file", file="a.tl", text=GOOD.replace("S, Scale", "S, 2 * Scale"))
+        cases = (await call("run", **given))["result"]["cases"]
+        assert cases["wrong"] == cases["worst"]
+        assert not cases["wrong"][0]["ok"]
 
     session(tmp_path, work)
 
@@ -180,9 +207,16 @@ def test_an_agent_that_repairs_its_program_leaves_the_record_of_both_attempts(
         answer = await call("submit", **given)
         assert answer["ok"], answer
         assert answer["result"]["attempts"] == 2
-        assert answer["result"]["verdict"].startswith("right")
+        shown = answer["result"]
+        assert shown["verdict"].startswith("right")
+        assert not any("no sketch" in text for text in shown["not_claimed"])
+        assert sum("agrees with its reference" in text for text in shown["claimed"]) == 2
+        if "`all_problems`" in shown["verdict"]:  # there is no GPU
+            assert any("the others are batch" in text for text in shown["notes"])
 
-    session(tmp_path, work)
+    told = [*map(str, session(tmp_path, work))]
+    assert not any("asking" in text for text in told)
+    assert any(text.endswith("reading the program") for text in told)
     result = json.loads((tmp_path / "made" / "result.json").read_text())
     assert result["asked"]["code"]["model"] == "submitted by a test"
     again = replay(tmp_path / "made", tmp_path / "again", Nobody())
@@ -193,7 +227,7 @@ def test_an_agent_that_repairs_its_program_leaves_the_record_of_both_attempts(
 @pytest.mark.skipif(not toolchain.has_nvcc(), reason="there is no nvcc")
 @pytest.mark.parametrize("transcript", RECORDED, ids=lambda path: path.stem)
 def test_what_an_agent_did_comes_out_again(transcript: Path, tmp_path: Path) -> None:
-    calls = repeat(transcript, tmp_path)
+    calls = repeat(transcript, tmp_path, whole=transcript.stem == "relu2")
     submitted = [one["answer"]["result"] for one in calls if one["tool"] == "submit"]
     assert submitted[-1]["ok"]
     result = json.loads((tmp_path / submitted[-1]["folder"] / "result.json").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,11 @@ from flashwright.build.make import make
 from flashwright.check.check import checked_program
 from flashwright.judge import oracle
 from flashwright.judge.coverage import FEW, Budget, cover
-from flashwright.judge.cpu import CpuVerdict, coverage, judge, reference_spread
+from flashwright.judge.cpu import CpuVerdict, cases_of, coverage, judge, reference_spread
 from flashwright.judge.emulated import judge_emulated
 from flashwright.judge.inputs import factor_of, make_inputs, spread_of
 from flashwright.judge.problems import coverage as trial_coverage
+from flashwright.judge.problems import problems
 from flashwright.judge.reference import user_reference
 from flashwright.judge.tiling import Served, Tiling, served_by, tiling_of
 from flashwright.lang.parse import parse
@@ -129,6 +131,35 @@ def test_the_lengths_lie_on_both_sides_of_every_bound() -> None:
     assert len(found.pairs) <= 14, "few problems reach many goals"
 
 
+@pytest.mark.parametrize("reference", [None, "mine.py"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("tiles", [(64, 64), (128, 64), (64, 128)])
+def test_the_first_problem_has_many_blocks_of_several_batches_and_heads(
+    tiles: tuple[int, int], kv_heads: int, reference: str | None
+) -> None:
+    """Without it a wrong stride of the batches would pass, where the others have one."""
+    given = {**CAUSAL_SPEC, "kv_heads": kv_heads, "causal": True, "reference": reference}
+    if reference:
+        given = {name: given[name] for name in ("heads", "kv_heads", "head_dim", "reference")}
+    spec = AttentionSpec.make(variant="own", **given)
+    program = TL.format(mask=CAUSAL, params="").replace("BM = 64", f"BM = {tiles[0]}")
+    program = program.replace("BN = 64", f"BN = {tiles[1]}").replace("Warps = 4", "Warps = 8")
+    served = Served(tiling_of(checked_program(parse(program))))
+    chosen = trial_coverage(spec, "emulated", (served,))
+    emulated_ones = problems(spec, 1, "emulated", chosen=chosen)
+    run = cases_of(coverage(checked_program(parse(program)), spec), spec)
+
+    def has_many(dims: Mapping[str, int]) -> bool:
+        counts = {"batch": 2, "kv_heads": min(kv_heads, 2)}
+        counts["heads"] = counts["kv_heads"] * (1 if kv_heads == 4 else 2)
+        every_query_sees_a_key = dims["q_len"] <= dims["kv_len"]
+        blocks = tiles[0] < dims["q_len"] and tiles[1] < dims["kv_len"]
+        return counts.items() <= dims.items() and blocks and every_query_sees_a_key
+
+    assert has_many(emulated_ones[0].dims)
+    assert any(has_many(dims) for dims in run)
+
+
 def test_what_is_too_long_is_named() -> None:
     spec = AttentionSpec.make(variant="own", **{**CAUSAL_SPEC, "causal": True, "window": 100_000})
     budget = Budget(400_000, 800_000, "too long for emulation")
@@ -179,6 +210,28 @@ def test_a_scale_that_only_the_program_has_is_measured(tmp_path: Path) -> None:
 
 
 # --- wrong programs ---------------------------------------------------------------------------
+
+
+def test_a_rate_of_another_batch_is_caught(tmp_path: Path) -> None:
+    """One position has no distance, so a problem of one key does not show the rates."""
+    score = "Compute S * 0.125 - Rate[{0}] * abs(kv_idx - q_idx - kv_len + q_len) and get new S"
+    program = TL.format(mask=CAUSAL, params="").replace(
+        "  Compute Mask", "  " + score + "\n  Compute Mask", 1
+    )
+    program = program.replace(
+        "\nAllocate S ", "\nAllocate Rate in global (B: batch) as fp32\nAllocate S "
+    )
+    reference = REFERENCE.format(mask="kv_idx <= p").replace("k, v, q_len", "k, v, rate, q_len")
+    distance = "s = s / 8 - rate[:, None, None, None] * np.abs(p - kv_idx)\n"
+    (tmp_path / "mine.py").write_text(
+        reference.replace("    s = np.where", "    " + distance + "    s = np.where")
+    )
+    spec = AttentionSpec.make(
+        variant="own", **{**CAUSAL_SPEC, "scale": None, "reference": "mine.py"}
+    )
+    for index, right in (("batch_idx", True), ("0", False)):
+        found = judge(checked_program(parse(program.format(index))), spec, base=tmp_path)
+        assert found.ok == right, index
 
 
 @pytest.mark.slow

@@ -195,6 +195,20 @@ def test_a_wrong_number_is_wrong_without_any_hazard(tmp_path: Path) -> None:
 
 @needs_compilers
 @pytest.mark.slow
+def test_a_wrong_stride_of_the_batches_shows_in_the_first_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stride without q_len is right where q_len is 1."""
+    monkeypatch.setattr(judging, "ROUNDS", 1)
+    right = "p.Q.tile(batch_idx, head_idx, block_idx * BM)"
+    wrong = "p.Q.tile(0, head_idx, batch_idx * heads + block_idx * BM)"
+    folder = emulated.write(tmp_path, lambda source: source.replace(right, wrong))
+    found = judge_emulated(folder, SPEC, seed=1, most=1)
+    assert "wrong" in {o.name for o in found.offences}, found
+
+
+@needs_compilers
+@pytest.mark.slow
 def test_the_same_from_python(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "ROUNDS", 1)
     found = flashwright.verify(str(package), SPEC, on="cpu", lengths=[(17, 33)], seed=2)

@@ -61,6 +61,8 @@ class StageAuthor:
     candidates: int = 1
     bounded: bool = False
     """Whether to send the bounded grammar, for small models that do not stop by themselves."""
+    is_answered: bool = False
+    """Whether the one reply is there already: the display says nothing of asking."""
 
 
 @dataclass(frozen=True)
@@ -127,18 +129,19 @@ def ask(
     asked = authors.asked[stage]
     facts = facts_for(authors, run, **more)
     numbers = range(1, asked.candidates + 1)
+    most = 0 if asked.is_answered else asked.budget.attempts
     lanes = [authors.transcript.lane(stage, n, asked.model) for n in numbers]
     meters = [meter_for(asked, waits(lane, asked, progress)) for lane in lanes]
 
     def trying(source: str, lane: Lane) -> Tried[Any]:
-        progress(lane.number, asked.budget.attempts, f"attempt {lane.number}: trying what it wrote")
+        progress(lane.number, most, f"attempt {lane.number}: trying what it wrote")
         tried = attempt(source, lane)
         said = "right" if tried.value is not None else f"{len(tried.diagnostics)} findings"
         said = "right, and too slow" if tried.spare is not None else said
-        progress(lane.number, asked.budget.attempts, f"attempt {lane.number}: {said}")
+        progress(lane.number, most, f"attempt {lane.number}: {said}")
         return tried
 
-    progress(0, asked.budget.attempts, f"asking {asked.name}")
+    progress(0, most, "reading the program" if asked.is_answered else f"asking {asked.name}")
     task = Task[Any](
         stage,
         facts,
