@@ -41,7 +41,8 @@ class RayCluster:
         except (ConnectionError, ValueError, RuntimeError) as error:
             reason = str(error).strip().partition("\n")[0][:300]
             hint = "start one: `ray start --head` here, `ray start --address=HOST:PORT` elsewhere"
-            raise unusable(f"there is no Ray cluster at {address}: {reason}", hint) from None
+            where = "that this machine is a node of" if address == "auto" else f"at {address}"
+            raise unusable(f"there is no Ray cluster {where}: {reason}", hint) from None
 
     def slots(self, need: Need) -> int:
         """The CPUs, or the GPUs of the kind, of all nodes that are alive."""
