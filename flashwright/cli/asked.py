@@ -80,11 +80,10 @@ def _with_reference(request: Request, reference: str | None) -> Request:
     from flashwright.spec import BadSpec
 
     try:
-        made = with_reference(request, reference)
         _try_out(reference, request.spec)
+        return with_reference(request, reference)
     except BadSpec as error:
         raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
-    return made
 
 
 def with_reference(request: Request, reference: str) -> Request:
