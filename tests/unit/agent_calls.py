@@ -49,23 +49,21 @@ def codes(answer: dict[str, Any]) -> list[str]:
     return [d["code"] for d in answer.get("diagnostics", ()) if d["severity"] == "error"]
 
 
-PARTS_OF_SUBMIT = ("run", "translate", "emulate")
-"""Tools whose work `submit` does too."""
-
-
 def repeat(transcript: Path, folder: Path, whole: bool) -> list[dict[str, Any]]:
     """Make the calls of a transcript again, in an empty folder. Each must come out as it did: right
-    or wrong, and with the same errors. If not the `whole`, what came out right and is done again by
-    `submit` is left out. Returns the calls with their new answers."""
+    or wrong, and with the same errors. If not the `whole`, what costs much and is done again by
+    `submit` is left out: translations, emulations, runs of right programs. Returns the calls with
+    their new answers."""
     lines = [json.loads(line) for line in transcript.read_text("utf-8").splitlines()]
     for name, text in lines[0].get("files", {}).items():
         (folder / name).write_text(text, "utf-8")
-    calls = [
-        one
-        for one in lines
-        if "tool" in one
-        and (whole or one["tool"] not in PARTS_OF_SUBMIT or not one["answer"]["ok"])
-    ]
+
+    def is_repeated(one: dict[str, Any]) -> bool:
+        is_done_again = one["tool"] in ("translate", "emulate")
+        is_done_again |= one["tool"] == "run" and one["answer"]["ok"]
+        return whole or not is_done_again
+
+    calls = [one for one in lines if "tool" in one and is_repeated(one)]
 
     async def work(call: Call) -> None:
         for number, one in enumerate(calls, 1):
