@@ -363,6 +363,7 @@ class Expressions:
             start = first.span.start
             fix = Fix(f"say how it lies: `{line}`", (Edit(start, start, f"{line}\n"),))
         hint = f"if it lies along the {side}, say so in its Allocate: `{line}`"
+        hint = hint if certain else f"give both Copies the same place; {hint}"
         return {"help": hint, "fix": fix if certain or meant else None}
 
     def combine(self, op: str, args: list[Operand], frame: Frame, stmt: Statement) -> Operand:
