@@ -25,7 +25,8 @@ from tests.unit.test_explain import PROGRAMS, Fence
 
 PACKAGE = Path(flashwright.__file__).parent
 FACTS = Facts(SPEC, CARD, sketch=SKETCH)
-OF_FILES = {"FW001", "FW002", "FW003"}  # a reply is no file, and its size is limited before
+OF_FILES = {"FW001", "FW002", "FW003", "FW006"}
+"""A reply is no file, and its size is limited before."""
 OF_OPTIONS = {"FW705"}
 DEEP = "let a = " + "(" * 400 + "1" + ")" * 400 + "\n"
 SHORT = {"FW004": (DEEP, None), "FW005": ("// nothing yet\n", None)}

@@ -255,12 +255,12 @@ def main_kernel(setting: str, gpu: str, head_dim: int = 64) -> str:
 def test_a_turn_is_passed_on_while_the_next_scores_are_computed(head_dim: int) -> None:
     source = main_kernel("mha causal", "h200", head_dim)
     loop = source[source.rindex("CUTE_NO_UNROLL") :]
-    steps = r"start_product<[^(]*\(group, (\w+)|turns\.(take|pass)|(add|finish\w*<\d>)"
+    steps = r"start_product<[^(]*\(group, (\w+)|turns\.(take|hand_over)|(add|finish\w*<\d>)"
     found = [next(filter(None, one)) for one in re.findall(steps, loop)]
     assert found == [
-        *("S", "dP", "finish_products<1>", "pass", "finish_products<0>"),
+        *("S", "dP", "finish_products<1>", "hand_over", "finish_products<0>"),
         *("dV", "dQ", "dK", "take", "finish_products<1>", "add", "finish_products<0>"),
-        "pass",  # behind the loop
+        "hand_over",  # behind the loop
     ]
 
 

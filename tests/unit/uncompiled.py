@@ -132,7 +132,10 @@ def interpret_operators(patch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     def launch(on_cpu: operator._OnCpu, *arguments: Any) -> Any:
         called = operator._OPERATORS[on_cpu.name.partition("::")[2]]
         _LAUNCHED.append(called.outputs)
-        return called._on_cuda(*arguments)
+        count = len(_LAUNCHED)
+        found = called._on_cuda(*arguments)
+        del _LAUNCHED[count:]  # the same launch, where it was kept ready
+        return found
 
     def in_order(functions: list[Any]) -> Any:
         return lambda *tensors: [function(*tensors) for function in functions]
