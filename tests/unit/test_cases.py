@@ -25,9 +25,9 @@ FP8 = [name for name, case in CASES.items() if "e4m3" in case.text or "e5m2" in 
 LATER = [name for n, name in enumerate(CASES) if n % 40]
 SHARES = [
     pytest.param(GPUS[0], list(CASES)[::40], id=f"{GPUS[0]}-a-few"),
-    pytest.param(GPUS[0], LATER[::2], id=f"{GPUS[0]}-half-of-them", marks=pytest.mark.slow),
-    pytest.param("a100", list(CASES)[::3], id="a100", marks=pytest.mark.slow),
-    pytest.param("t4", list(CASES)[1::3], id="t4", marks=pytest.mark.slow),
+    pytest.param(GPUS[0], LATER[::3], id=f"{GPUS[0]}-a-third", marks=pytest.mark.slow),
+    pytest.param("a100", list(CASES)[::5], id="a100", marks=pytest.mark.slow),
+    pytest.param("t4", list(CASES)[1::5], id="t4", marks=pytest.mark.slow),
     pytest.param(
         "l40s", list(dict.fromkeys([*FP8, *list(CASES)[::4]])), id="l40s", marks=pytest.mark.slow
     ),
