@@ -406,9 +406,8 @@ class _EmulatedRun(JudgeRun):
         listed = problems(self.spec, self.seed, "emulated", lengths, bounds, self.chosen, whole)
         if self.most is None or lengths is not None:
             return listed
-        rested = listed[
-            : max(self.most, 2 + len(bounds))
-        ]  # bounds are behind the first: see problems.py
+        fewest = 2 + len(bounds) if bounds else 1  # behind those at bounds is a short one
+        rested = listed[: max(self.most, fewest)]
         if len(rested) < len(listed):
             self.share = len(rested), len(listed)
             rest = _in_short([str(problem) for problem in listed[len(rested) :]])
