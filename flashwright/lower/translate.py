@@ -117,11 +117,11 @@ def _prepared(
     kernel = replace(kernel, body=body, grid=ordered(program, kernel.grid), wide=wide)
     if roles:
         waves = scheduler_waves(program, gpu, kernel)
-        found = sequences(program) if program.schedule.persistent else None
-        helpers = helper_warps(program, roles[1])
-        work = work_by_data(kernel, roles[1]) if program.schedule.persistent else None
-        kernel = replace(kernel, waves=waves, sequences=found, helpers=helpers)
-        kernel = replace(kernel, work=work if waves < 0 and found is None else None)
+        persistent, helpers = program.schedule.persistent, helper_warps(program, roles[1])
+        found = sequences(program) if persistent else None
+        by_data = persistent and found is None and waves < 0
+        work = work_by_data(kernel, roles[1]) if by_data else None
+        kernel = replace(kernel, waves=waves, sequences=found, work=work, helpers=helpers)
     stages: dict[Key, int] = {k: b.stages for k, b in program.buffers.items()}
     offsets, size = shared_layout(program, stages)
     blocks = _blocks(program, gpu, size, most)

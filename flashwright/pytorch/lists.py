@@ -6,20 +6,15 @@ say for blocks of keys what the forward's `Counts` and `Blocks` say for blocks o
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from flashwright.grad.listed import OF_KEYS
+from flashwright.pytorch.made_once import MadeOnce
 
 _END = OF_KEYS.lower()
-_KNOWN: Any = WeakTensorKeyDictionary()
-"""By the tensor of blocks: the counts and versions of lists that were turned before, and what they
-became. All layers of a model have the same ones."""
 
 
 def of_keys(names: Iterable[str], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,7 +25,7 @@ def of_keys(names: Iterable[str], given: Mapping[str, Any]) -> dict[str, Any]:
     tensors = [given[name] for name in lists]
     blocks = max(tensors, key=lambda t: t.dim())
     counts = [t for t in tensors if t is not blocks]
-    found = _turned(blocks, counts)
+    found = _TURNED(blocks, counts)
     ordered = iter(found[1:])
     return {
         name + _END: found[0] if t is blocks else next(ordered)
@@ -38,21 +33,8 @@ def of_keys(names: Iterable[str], given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _turned(blocks: Any, counts: list[Any]) -> list[Any]:
-    """The blocks and the counts for blocks of keys, made once for the same tensors."""
-    if isinstance(blocks, FakeTensor):
-        return _turn(blocks, counts)
-    versions = [t._version for t in (blocks, *counts)]
-    known = _KNOWN.get(blocks)
-    same = known is not None and all(map(operator.is_, known[0], counts)) and known[1] == versions
-    if not same:
-        known = _KNOWN[blocks] = (counts, versions, _turn(blocks, counts))
-    made: list[Any] = known[2]
-    return made
-
-
-def _turn(blocks: Any, counts: list[Any]) -> list[Any]:
-    """The same without a look at those made before. Each count is of blocks at the begin of a list:
+def _turn(blocks: Any, *counts: Any) -> list[Any]:
+    """The blocks and the counts for blocks of keys. Each count is of blocks at the begin of a list:
     what more counts include comes first."""
     tables = [dense(count, blocks) for count in counts]
     order = torch.stack(tables).sum(0).sort(dim=-2, descending=True, stable=True).indices
@@ -60,6 +42,10 @@ def _turn(blocks: Any, counts: list[Any]) -> list[Any]:
         order.transpose(-1, -2).int().contiguous(),
         *(table.sum(-2, dtype=torch.int32) for table in tables),
     ]
+
+
+_TURNED = MadeOnce(_turn)
+"""All layers of a model have the same lists."""
 
 
 def dense(counts: Any, blocks: Any) -> Any:

@@ -22,3 +22,10 @@ def test_what_kernels_take_stays_as_it_is() -> None:
         assert narrowed(tensor) is tensor
     with torch.inference_mode():
         assert narrowed(torch.ones(2, dtype=torch.bool)).tolist() == [1, 1]
+
+
+def test_what_inference_mode_converts_is_not_kept_for_training() -> None:
+    documents = torch.arange(6)
+    with torch.inference_mode():
+        assert narrowed(documents).is_inference()
+    assert not narrowed(documents).is_inference()
